@@ -1,0 +1,38 @@
+# make demo and make test do all their own set-up; nothing else is needed on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= out/demo
+
+.PHONY: demo test test-all lint install clean
+
+install: $(VENV)/.stamp-dev
+
+# The light install: simulation and reports, no torch.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.stamp
+	$(BIN)/python -m sim.replay --trace h20-qwen3-8b --policy off,full,ratio:0.75,ratio:0.5,dcut --batch-size 4,8,16,32,64 --out $(OUT)/replay
+	$(BIN)/python -m analysis.report $(OUT)/replay --out $(OUT)/report.html
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info

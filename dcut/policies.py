@@ -1,0 +1,277 @@
+"""The budget policies: which drafts of a batch are worth verifying, given confidences and measured costs."""
+
+import dataclasses
+import difflib
+import math
+import typing
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from dcut.cost import CostTable
+from dcut.errors import InputError
+from dcut.selector import Selection, select
+
+Form = Literal["paper", "served"]
+
+
+class BudgetPolicy(Protocol):
+    """Decides, step by step, whether to draft and how deep each request is verified."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the budgets that `Selection.bucket` counts."""
+        ...
+
+    def draft_length(self, batch_size: int, longest: int) -> int:
+        """How many drafts to ask of the drafter, at most `longest`; 0 skips it: a plain decoding step."""
+        ...
+
+    def select(
+        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
+    ) -> Selection:
+        """Choose keep depths for confidences float32 [batch, draft_length]; cost None means no profile."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Off:
+    """Plain decoding: no drafter, one token a request."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("off",)
+
+    def draft_length(self, batch_size: int, longest: int) -> int:
+        return 0
+
+    def select(
+        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
+    ) -> Selection:
+        return _prefix(confidences, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Verify every draft."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("full",)
+
+    def draft_length(self, batch_size: int, longest: int) -> int:
+        return longest
+
+    def select(
+        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
+    ) -> Selection:
+        return _prefix(confidences, confidences.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Verify the first `depth` drafts of every request."""
+
+    depth: int
+
+    def __post_init__(self) -> None:
+        if self.depth < 0:
+            raise InputError(f"fixed:{self.depth}: a depth counts drafts, 0 or more")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (f"first {self.depth}",)
+
+    def draft_length(self, batch_size: int, longest: int) -> int:
+        return longest
+
+    def select(
+        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
+    ) -> Selection:
+        return _prefix(confidences, min(self.depth, confidences.shape[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Verify the best drafts of the whole batch, always at one keep ratio (the write-up's "Fixed-R75")."""
+
+    ratio: float
+    form: Form = "served"
+
+    def __post_init__(self) -> None:
+        _check_ratios("ratio", (self.ratio,))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (f"{self.ratio:g}",)
+
+    def draft_length(self, batch_size: int, longest: int) -> int:
+        return longest
+
+    def select(
+        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
+    ) -> Selection:
+        budgets = _budgets((self.ratio,), self.form, *confidences.shape)
+        return select(confidences, budgets, np.ones(1))
+
+
+@dataclass(frozen=True, slots=True)
+class DCut:
+    """D-Cut: of a few keep ratios, the one with the most expected tokens per second of measured step time.
+
+    form "served" (the variant released for serving): a ratio rho of the batch * D positions, anchors
+    included, K = max(0, ceil(rho * batch * D) - batch), priced at the target step plus a full drafter
+    step, and 0.75 where nothing was profiled.
+    form "paper" (the write-up's formula): K = ceil(rho * batch * (D - 1)), priced at C_graph(batch, rho),
+    the target's step at rho * batch * D tokens.
+    bonus: count the bonus tokens in the utility; neither form does.
+    """
+
+    buckets: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    bonus: bool = False
+    form: Form = "served"
+
+    def __post_init__(self) -> None:
+        _check_ratios("dcut:buckets", self.buckets)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(f"{ratio:g}" for ratio in self.buckets)
+
+    def draft_length(self, batch_size: int, longest: int) -> int:
+        return longest
+
+    def select(
+        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
+    ) -> Selection:
+        if cost is None:
+            return Ratio(0.75, self.form).select(confidences, cost)
+        budgets, seconds = _priced(self.buckets, self.form, *confidences.shape, cost)
+        if context_tokens is not None:
+            seconds = seconds + cost.context_seconds(len(confidences), context_tokens)
+        return select(confidences, budgets, seconds, self.bonus)
+
+
+POLICIES: dict[str, type[BudgetPolicy]] = {
+    "off": Off,
+    "full": Full,
+    "fixed": Fixed,
+    "ratio": Ratio,
+    "dcut": DCut,
+}
+
+
+def parse_policies(text: str) -> dict[str, BudgetPolicy]:
+    """Policies by their spelling, from a list such as "off,fixed:3,dcut:bonus=true,form=paper".
+
+    A piece `key=value` belongs to the policy before it. Raises InputError on an unknown name or option,
+    naming what exists and the nearest.
+    """
+    specs: list[str] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        if specs and "=" in piece and ":" not in piece.split("=")[0]:
+            specs[-1] += ("," if ":" in specs[-1] else ":") + piece
+        else:
+            specs.append(piece)
+    if not specs:
+        raise InputError(f"no policy named; choose from {', '.join(POLICIES)}")
+    return {spec: parse_policy(spec) for spec in specs}
+
+
+def parse_policy(spec: str) -> BudgetPolicy:
+    """One policy from "name", "name:value" or "name:key=value,key=value"."""
+    name, _, rest = spec.partition(":")
+    if name not in POLICIES:
+        raise InputError(
+            f"unknown policy {name!r}{_nearest(name, POLICIES)}; there are {', '.join(POLICIES)}"
+        )
+    kind = POLICIES[name]
+    types_of = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
+    options: dict[str, Any] = {}
+    for piece in filter(None, rest.split(",")):
+        key, equals, value = piece.partition("=")
+        if not equals:
+            if not fields:
+                raise InputError(f"policy {name} takes no options, got {piece!r}")
+            key, value = next(iter(fields)), piece
+        if key not in fields:
+            has = f"there are {', '.join(fields)}" if fields else "it takes none"
+            raise InputError(f"policy {name} has no option {key!r}{_nearest(key, fields)}; {has}")
+        options[key] = _value(f"{name}:{key}", types_of[key], value)
+    missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in options]
+    if missing:
+        raise InputError(
+            f"policy {name} needs a {missing[0]}, such as {name}:{_example(types_of[missing[0]])}"
+        )
+    return kind(**options)
+
+
+def _value(where: str, kind: Any, text: str) -> Any:
+    """Text as a value of a field's type; raises InputError naming what is allowed."""
+    try:
+        if typing.get_origin(kind) is Literal:
+            if text not in typing.get_args(kind):
+                raise ValueError
+            return text
+        if typing.get_origin(kind) is tuple:
+            return tuple(typing.get_args(kind)[0](part) for part in text.split("/"))
+        if kind is bool:
+            return {"true": True, "false": False}[text]
+        return kind(text)
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{where}={text!r} is not {_allowed(kind)}") from error
+
+
+def _allowed(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f"one of {', '.join(typing.get_args(kind))}"
+    if typing.get_origin(kind) is tuple:
+        return "a list such as 0.25/0.5/1"
+    return {bool: "true or false", int: "a whole number"}.get(kind, "a number")
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _check_ratios(name: str, ratios: tuple[float, ...]) -> None:
+    for ratio in ratios:
+        if not 0 < ratio <= 1:
+            raise InputError(f"{name}: keep ratio {ratio:g} is outside (0, 1]")
+    if list(ratios) != sorted(set(ratios)):
+        raise InputError(f"{name}: keep ratios must rise, got {'/'.join(f'{r:g}' for r in ratios)}")
+
+
+def _prefix(confidences: np.ndarray, depth: int) -> Selection:
+    """The same depth for every request."""
+    batch = len(confidences)
+    kept = np.multiply.accumulate(confidences[:, :depth], axis=1, dtype=np.float64).sum()
+    return Selection(np.full(batch, depth, np.int64), batch * (depth + 1), 0, float(kept) + batch)
+
+
+@lru_cache(maxsize=4096)
+def _budgets(ratios: tuple[float, ...], form: Form, batch: int, draft_length: int) -> np.ndarray:
+    """Drafts kept at each ratio, int64 [num_ratios]; 1e-9 keeps ceil from rounding float noise up."""
+    if form == "paper":
+        return np.array([math.ceil(r * batch * draft_length - 1e-9) for r in ratios])
+    width = draft_length + 1
+    return np.array([max(0, math.ceil(r * batch * width - 1e-9) - batch) for r in ratios])
+
+
+@lru_cache(maxsize=4096)
+def _priced(
+    ratios: tuple[float, ...], form: Form, batch: int, draft_length: int, cost: CostTable
+) -> tuple[np.ndarray, np.ndarray]:
+    """Budgets and their step times, at the context that the table was measured at."""
+    budgets = _budgets(ratios, form, batch, draft_length)
+    if form == "paper":
+        tokens = [max(batch, r * batch * (draft_length + 1)) for r in ratios]
+        return budgets, np.array([cost.seconds(batch, n, extrapolate=True) for n in tokens])
+    draft_s = cost.draft_seconds(batch, extrapolate=True)
+    return budgets, np.array(
+        [cost.seconds(batch, batch + int(k), extrapolate=True) + draft_s for k in budgets]
+    )
