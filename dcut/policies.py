@@ -203,9 +203,8 @@ def parse_policy(spec: str) -> BudgetPolicy:
         options[key] = _value(f"{name}:{key}", types_of[key], value)
     missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in options]
     if missing:
-        raise InputError(
-            f"policy {name} needs a {missing[0]}, such as {name}:{_example(types_of[missing[0]])}"
-        )
+        example = "3" if types_of[missing[0]] is int else "0.5"
+        raise InputError(f"policy {name} needs a {missing[0]}, such as {name}:{example}")
     return kind(**options)
 
 

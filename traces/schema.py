@@ -66,7 +66,7 @@ def anchors_schema(draft_length: int, sampled: bool) -> dict[str, Any]:
 class Anchors:
     """A trace's anchors as arrays, request after request, positions rising from 0 without a gap.
 
-    Request r owns rows first_row[r] .. first_row[r] + num_rows[r] - 1, its position p is row first_row[r] + p.
+    Request r owns num_rows[r] rows; its position p is row first_row[r] + p.
     """
 
     request_id: np.ndarray  # int64 [requests]
