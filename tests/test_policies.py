@@ -1,0 +1,138 @@
+"""Every policy keeps its promises, and its spelling on the command line is read or refused by name."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_selector import batches
+
+from dcut.cost import CostTable, Sample
+from dcut.errors import InputError
+from dcut.policies import POLICIES, DCut, Fixed, Full, Off, Ratio, parse_policies, parse_policy
+
+EXAMPLES = {"fixed": "fixed:3", "ratio": "ratio:0.5"}
+SPECS = [EXAMPLES.get(name, name) for name in POLICIES]
+
+
+def linear(a_step: float = 1.0, a_token: float = 0.01, draft: float = 0.2) -> CostTable:
+    """Step time a_step + a_token * tokens, batch 1-64, 1-16 tokens a request."""
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    samples = [Sample("verify", b, b * k, a_step + a_token * b * k) for b in sizes for k in (1, 4, 8, 12, 16)]
+    return CostTable.from_samples(samples + [Sample("draft", b, None, draft) for b in sizes])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(confidences=batches(), zeros=st.booleans())
+def test_keep_depths_are_bounded_and_add_up_for_every_policy(
+    spec: str, confidences: np.ndarray, zeros: bool
+) -> None:
+    policy = parse_policy(spec)
+    first, again = (policy.select(confidences * (not zeros), linear(), 100.0) for _ in range(2))
+    assert ((first.keep_depth >= 0) & (first.keep_depth <= confidences.shape[1])).all()
+    assert first.num_verify_tokens == first.keep_depth.sum() + len(confidences)
+    assert np.isfinite(first.expected_tokens)
+    assert first.expected_tokens >= len(confidences)
+    assert 0 <= first.bucket < len(policy.labels)
+    assert first.keep_depth.tolist() == again.keep_depth.tolist()
+    assert 0 <= policy.draft_length(len(confidences), confidences.shape[1]) <= confidences.shape[1]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32, 64])
+@pytest.mark.parametrize("drafts", [1, 7, 15])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
+def test_both_forms_keep_the_number_of_drafts_that_their_formula_says(
+    batch: int, drafts: int, ratio: float
+) -> None:
+    confidences = np.full((batch, drafts), 0.9, np.float32)
+    width = drafts + 1
+    paper = Ratio(ratio, form="paper").select(confidences, None)
+    served = Ratio(ratio, form="served").select(confidences, None)
+    # exact arithmetic in quarters: ceil(q/4 * n) is -(-q*n // 4)
+    quarters = int(ratio * 4)
+    assert paper.keep_depth.sum() == -(-quarters * batch * drafts // 4)
+    assert served.keep_depth.sum() == max(0, -(-quarters * batch * width // 4) - batch)
+
+
+def test_dcut_weighs_expected_tokens_against_measured_time() -> None:
+    rng = np.random.default_rng(0)
+    confidences = rng.beta(2, 0.7, (32, 15)).astype(np.float32)
+    flat, steep = linear(a_token=1e-6), linear(a_token=1.0)
+    assert DCut().select(confidences, flat).bucket == 3  # tokens cost nothing: verify all
+    assert DCut().select(confidences, steep).bucket == 0  # tokens cost all: verify the surest quarter
+
+
+def test_dcut_chooses_the_bucket_with_the_best_utility_of_its_form() -> None:
+    rng = np.random.default_rng(1)
+    cost = linear()
+    survivals = lambda c: np.sort(np.cumprod(c, axis=1, dtype=float).ravel())[::-1]  # noqa: E731
+    for _ in range(50):
+        confidences = rng.beta(rng.uniform(0.5, 4), 0.7, (16, 15)).astype(np.float32)
+        for form in ("paper", "served"):
+            kept, seconds = [], []
+            for rho in (0.25, 0.5, 0.75, 1.0):
+                if form == "paper":
+                    kept.append(int(np.ceil(rho * 16 * 15)))
+                    seconds.append(cost.seconds(16, rho * 16 * 16))
+                else:
+                    kept.append(int(rho * 16 * 16) - 16)
+                    seconds.append(cost.seconds(16, rho * 16 * 16) + cost.draft_seconds(16))
+            utility = [survivals(confidences)[:k].sum() / s for k, s in zip(kept, seconds, strict=True)]
+            assert DCut(form=form).select(confidences, cost).bucket == int(np.argmax(utility))
+
+
+def test_a_longer_context_makes_verification_relatively_cheaper() -> None:
+    confidences = np.linspace(1, 0.5, 60, dtype=np.float32).reshape(4, 15)
+    cost = dataclasses.replace(linear(a_token=0.05), context_token_s=0.01)
+    assert DCut().select(confidences, cost, 0).bucket < DCut().select(confidences, cost, 4000).bucket
+
+
+def test_without_a_profile_dcut_keeps_three_quarters() -> None:
+    confidences = np.full((4, 15), 0.5, np.float32)
+    assert DCut().select(confidences, None).num_verify_tokens == 48
+
+
+def test_simple_policies_do_what_their_names_say() -> None:
+    confidences = np.full((3, 5), 0.5, np.float32)
+    assert Off().draft_length(3, 5) == 0
+    assert Full().select(confidences, None).keep_depth.tolist() == [5, 5, 5]
+    assert Fixed(2).select(confidences, None).keep_depth.tolist() == [2, 2, 2]
+    assert Fixed(9).select(confidences, None).keep_depth.tolist() == [5, 5, 5]
+    assert Fixed(2).select(confidences, None).expected_tokens == pytest.approx(3 * 1.75)
+
+
+def test_a_list_of_policies_is_split_where_a_new_name_begins() -> None:
+    read = parse_policies("off, full,fixed:3,dcut:bonus=true,form=paper,dcut:buckets=0.5/1,ratio:0.75")
+    assert read == {
+        "off": Off(),
+        "full": Full(),
+        "fixed:3": Fixed(3),
+        "dcut:bonus=true,form=paper": DCut(bonus=True, form="paper"),
+        "dcut:buckets=0.5/1": DCut(buckets=(0.5, 1.0)),
+        "ratio:0.75": Ratio(0.75),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dcutt", "unknown policy 'dcutt', did you mean 'dcut'.; there are off, full, fixed, ratio, dcut"),
+        ("xyzzy", "unknown policy 'xyzzy'; there are off"),
+        ("dcut:bouns=true", "no option 'bouns', did you mean 'bonus'.; there are buckets, bonus, form"),
+        ("dcut:bonus=yes", "dcut:bonus='yes' is not true or false"),
+        ("dcut:form=papre", "is not one of paper, served"),
+        ("dcut:buckets=1/0.5", "keep ratios must rise"),
+        ("dcut:buckets=a/b", "is not a list such as"),
+        ("fixed", "policy fixed needs a depth, such as fixed:3"),
+        ("fixed:-1", "a depth counts drafts"),
+        ("fixed:1.5", "fixed:depth='1.5' is not a whole number"),
+        ("ratio:1.5", r"keep ratio 1\.5 is outside"),
+        ("ratio:nan", "keep ratio nan is outside"),
+        ("off:1", "policy off takes no options"),
+        (" , ", "no policy named"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_refused_with_what_does(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_policies(text)
