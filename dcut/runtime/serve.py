@@ -52,12 +52,12 @@ def main() -> None:
 
     policy = parse_policy(args.policy)
     try:
-        from runtime import server  # pyright: ignore[reportAttributeAccessIssue]
+        from runtime.server import run  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
+        if error.name == "runtime.server":
+            raise InputError("serving is not part of this version yet") from error
         raise InputError(f"serving needs {error.name}: pip install 'dcut[runtime]'") from error
-    except ImportError as error:  # "cannot import name 'server'": it is not written yet
-        raise InputError("serving is not part of this version yet") from error
-    server.run(**{**vars(args), "policy": policy})
+    run(**{**vars(args), "policy": policy})
 
 
 if __name__ == "__main__":
