@@ -52,10 +52,8 @@ def main() -> None:
 
     policy = parse_policy(args.policy)
     try:
-        from runtime.server import run  # pyright: ignore[reportMissingImports]
+        from runtime.server import run
     except ModuleNotFoundError as error:
-        if error.name == "runtime.server":
-            raise InputError("serving is not part of this version yet") from error
         raise InputError(f"serving needs {error.name}: pip install 'dcut[runtime]'") from error
     run(**{**vars(args), "policy": policy})
 
