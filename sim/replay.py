@@ -1,0 +1,183 @@
+"""The command that replays a trace under budget policies, and says what each would bring."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from dcut.cost import CostTable
+from dcut.errors import InputError, guard
+from dcut.policies import Off, parse_policies
+from sim import results
+from sim.engine import Engine, request_order
+from traces.schema import Trace
+from traces.store import open_trace
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One replay, as the command line asks for it."""
+
+    trace: str = "h20-qwen3-8b"
+    policy: str = "off,full,dcut"
+    batch_sizes: Sequence[int] | None = None  # None: those of the cost table
+    cost: str | None = None  # None: the trace's own table
+    seed: int = 0
+    requests: int | None = None  # None: default_requests
+    decisions: bool = False
+    out: str | None = None
+
+
+def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
+    """Replay every policy at every batch size: a row of figures a run, as `results.figures` names them.
+
+    speedup_vs_off compares with plain decoding of the same requests at the same batch size.
+    sim_steps_per_s is this machine's; everything else, and every byte of `config.out`, follows from the
+    seed. Raises InputError on what cannot be used, before the work wherever that can be known.
+    """
+    policies = parse_policies(config.policy)
+    trace = open_trace(config.trace, config.seed)
+    cost = CostTable.load(config.cost) if config.cost else trace.cost
+    if cost is None:
+        raise InputError(f"trace {config.trace} has no cost table: give one with --cost FILE (.csv or .json)")
+    batch_sizes = config.batch_sizes or _measured_batch_sizes(cost)
+    for batch_size in batch_sizes:
+        cost.check_batch_size(batch_size)
+        if config.requests is not None and config.requests < batch_size:
+            raise InputError(
+                f"--requests {config.requests} cannot fill batch size {batch_size}: "
+                f"ask for {batch_size} or more"
+            )
+    rows, tables = [], []
+    with results.new_directory(config.out) if config.out else nullcontext() as directory:
+        for batch_size in batch_sizes:
+            num_requests = config.requests or default_requests(trace, batch_size)
+            order = request_order(trace, num_requests, config.seed)
+            off_tps = 0.0
+            for name, policy in ({"off": Off()} | policies).items():
+                engine = Engine(trace, policy, cost, batch_size, order, config.decisions)
+                with tqdm(
+                    total=num_requests,
+                    desc=f"{name} at batch {batch_size}",
+                    unit=" requests",
+                    leave=False,
+                    disable=None if progress else True,  # None: hidden unless stderr is a terminal
+                ) as bar:
+                    run = engine.run(bar.update)
+                figures = results.figures(run)
+                if name == "off":
+                    off_tps = figures["throughput_tps"]
+                if name not in policies:
+                    continue
+                row = {"policy": name, "batch_size": batch_size, **figures}
+                row["speedup_vs_off"] = figures["throughput_tps"] / off_tps
+                rows.append(row | {"sim_steps_per_s": run.steps_per_s})
+                if directory:
+                    tables.append(results.tables(run, trace))
+        if directory:
+            about = {"engine": "sim", "trace": config.trace, "cost": config.cost, "seed": config.seed}
+            results.write(directory, rows, tables, cost, {**trace.meta, **about})
+    return rows
+
+
+def default_requests(trace: Trace, batch_size: int) -> int:
+    """Requests enough for a throughput within about 1 % from seed to seed, in about a second."""
+    return max(16 * batch_size, round(150_000 / trace.arrays.output_tokens.mean()))
+
+
+def _measured_batch_sizes(cost: CostTable) -> list[int]:
+    if cost.batch_sizes is not None:
+        return [int(batch_size) for batch_size in cost.batch_sizes]
+    if len(cost.plain):
+        return [int(batch_size) for batch_size in cost.plain[:, 0]]
+    raise InputError("the cost table names no batch sizes: give some with --batch-size, such as 4,8,16")
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    """The runs as lines of text, a blank line between batch sizes."""
+    width = max(len("policy"), *(len(row["policy"]) for row in rows))
+    lines = [
+        f"batch  {'policy':<{width}}     tok/s  vs off   keep  accept  wasted    steps  sim steps/s"
+        "  budgets chosen"
+    ]
+    for at, row in enumerate(rows):
+        shares = ", ".join(f"{label} {share:.0%}" for label, share in row["bucket_share"].items() if share)
+        if at and row["batch_size"] != rows[at - 1]["batch_size"]:
+            lines.append("")
+        lines.append(
+            f"{row['batch_size']:>5}  {row['policy']:<{width}} {row['throughput_tps']:>9.1f} "
+            f"{row['speedup_vs_off']:>6.2f}x {row['keep_ratio']:>6.3f} {row['mean_acceptance_length']:>7.2f} "
+            f"{row['wasted_verify_ratio']:>7.1%} {row['num_steps']:>8} {row['sim_steps_per_s']:>12,.0f}"
+            f"  {shares}"
+        )
+    lines += ["", "keep: share of all positions that is verified; accept: tokens a request and step;"]
+    return "\n".join([*lines, "wasted: share of the verified positions that is a rejected draft"])
+
+
+def _whole(name: str, text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise InputError(f"{name} {text!r} is not a whole number of at least {least}")
+    return value
+
+
+def _batch_sizes(text: str) -> list[int]:
+    sizes = [_whole("--batch-size", piece.strip(), 1) for piece in text.split(",")]
+    if twice := [size for at, size in enumerate(sizes) if size in sizes[:at]]:
+        raise InputError(f"--batch-size {text!r} names {twice[0]} twice: give each once")
+    return sizes
+
+
+def main() -> None:
+    """Parse the command line, replay, print."""
+    default = Config()
+    parser = argparse.ArgumentParser(
+        prog="python -m sim.replay", description="Replay a trace under budget policies in simulated time."
+    )
+    parser.add_argument("--trace", default=default.trace, help="built-in name or directory (%(default)s)")
+    parser.add_argument(
+        "--policy",
+        default=default.policy,
+        help="comma-separated: off, full, fixed:3, ratio:0.75, dcut, dcut:form=paper (%(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size", metavar="N,N", help="comma-separated requests in flight (those of the cost table)"
+    )
+    parser.add_argument("--cost", metavar="FILE", help="cost table, .csv or .json (the trace's own)")
+    parser.add_argument("--seed", default=str(default.seed), metavar="N", help="(%(default)s)")
+    parser.add_argument("--requests", metavar="N", help="requests to serve (enough for about 1 %% noise)")
+    parser.add_argument("--decisions", action="store_true", help="with --out, keep every request's decisions")
+    parser.add_argument("--out", metavar="DIR", help="write runs, steps and requests there")
+    parser.add_argument("--json", action="store_true", help="one JSON list on stdout and nothing else")
+    args = parser.parse_args()
+    if args.decisions and not args.out:
+        raise InputError("--decisions keeps them in the results directory: name it with --out DIR")
+    config = Config(
+        trace=args.trace,
+        policy=args.policy,
+        batch_sizes=None if args.batch_size is None else _batch_sizes(args.batch_size),
+        cost=args.cost,
+        seed=_whole("--seed", args.seed, 0),
+        requests=None if args.requests is None else _whole("--requests", args.requests, 1),
+        decisions=args.decisions,
+        out=args.out,
+    )
+    rows = replay(config, progress=not args.json)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(_table(rows))
+    if config.out:
+        print(f"results in {config.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
