@@ -6,95 +6,65 @@ import math
 import typing
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from dcut.cost import CostTable
 from dcut.errors import InputError
+from dcut.protocol import BudgetPolicy, UniformPolicy
 from dcut.selector import Selection, select
 
 Form = Literal["paper", "served"]
 
 
-class BudgetPolicy(Protocol):
-    """Decides, step by step, whether to draft and how deep each request is verified."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the budgets that `Selection.bucket` counts."""
-        ...
-
-    def draft_length(self, batch_size: int, longest: int) -> int:
-        """How many drafts to ask of the drafter, at most `longest`; 0 skips it: a plain decoding step."""
-        ...
-
-    def select(
-        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
-    ) -> Selection:
-        """Choose keep depths for confidences float32 [batch, draft_length]; cost None means no profile."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Off:
+class Off(UniformPolicy):
     """Plain decoding: no drafter, one token a request."""
 
     @property
     def labels(self) -> tuple[str, ...]:
         return ("off",)
 
-    def draft_length(self, batch_size: int, longest: int) -> int:
+    def draft_length(self, batch_size: int, longest: int, cost: CostTable | None = None) -> int:
         return 0
 
-    def select(
-        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
-    ) -> Selection:
-        return _prefix(confidences, 0)
+    def depth(self, batch_size: int, drafts: int, cost: CostTable | None) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
+class Full(UniformPolicy):
     """Verify every draft."""
 
     @property
     def labels(self) -> tuple[str, ...]:
         return ("full",)
 
-    def draft_length(self, batch_size: int, longest: int) -> int:
-        return longest
-
-    def select(
-        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
-    ) -> Selection:
-        return _prefix(confidences, confidences.shape[1])
+    def depth(self, batch_size: int, drafts: int, cost: CostTable | None) -> int:
+        return drafts
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """Verify the first `depth` drafts of every request."""
+class Fixed(UniformPolicy):
+    """Verify the first drafts of every request, `first` of them."""
 
-    depth: int
+    first: int
 
     def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise InputError(f"fixed:{self.depth}: a depth counts drafts, 0 or more")
+        if self.first < 0:
+            raise InputError(f"fixed:{self.first}: a depth counts drafts, 0 or more")
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return (f"first {self.depth}",)
+        return (f"first {self.first}",)
 
-    def draft_length(self, batch_size: int, longest: int) -> int:
-        return longest
-
-    def select(
-        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
-    ) -> Selection:
-        return _prefix(confidences, min(self.depth, confidences.shape[1]))
+    def depth(self, batch_size: int, drafts: int, cost: CostTable | None) -> int:
+        return min(self.first, drafts)
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(BudgetPolicy):
     """Verify the best drafts of the whole batch, always at one keep ratio (the write-up's "Fixed-R75")."""
 
     ratio: float
@@ -107,9 +77,6 @@ class Ratio:
     def labels(self) -> tuple[str, ...]:
         return (f"{self.ratio:g}",)
 
-    def draft_length(self, batch_size: int, longest: int) -> int:
-        return longest
-
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
     ) -> Selection:
@@ -118,7 +85,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class DCut:
+class DCut(BudgetPolicy):
     """D-Cut: of a few keep ratios, the one with the most expected tokens per second of measured step time.
 
     form "served" (the variant released for serving): a ratio rho of the batch * D positions, anchors
@@ -139,9 +106,6 @@ class DCut:
     @property
     def labels(self) -> tuple[str, ...]:
         return tuple(f"{ratio:g}" for ratio in self.buckets)
-
-    def draft_length(self, batch_size: int, longest: int) -> int:
-        return longest
 
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
@@ -243,13 +207,6 @@ def _check_ratios(name: str, ratios: tuple[float, ...]) -> None:
             raise InputError(f"{name}: keep ratio {ratio:g} is outside (0, 1]")
     if list(ratios) != sorted(set(ratios)):
         raise InputError(f"{name}: keep ratios must rise, got {'/'.join(f'{r:g}' for r in ratios)}")
-
-
-def _prefix(confidences: np.ndarray, depth: int) -> Selection:
-    """The same depth for every request."""
-    batch = len(confidences)
-    kept = np.multiply.accumulate(confidences[:, :depth], axis=1, dtype=np.float64).sum()
-    return Selection(np.full(batch, depth, np.int64), batch * (depth + 1), 0, float(kept) + batch)
 
 
 @lru_cache(maxsize=4096)
