@@ -12,7 +12,7 @@ from dcut.cost import CostTable
 from dcut.errors import InputError
 from dcut.policies import BudgetPolicy
 from dcut.selector import Selection
-from traces.schema import Trace
+from traces.schema import Anchors, Trace
 
 STEADY = 0.85  # a step belongs to the steady state if this share of the configured batch is active
 
@@ -92,6 +92,21 @@ def request_order(trace: Trace, num_requests: int, seed: int) -> np.ndarray:
     return np.concatenate(passes)[:num_requests]
 
 
+def _visible(anchors: Anchors, policy: BudgetPolicy) -> np.ndarray:
+    """What the policy sees of every anchor as its confidences, float32 [rows, draft_length]."""
+    if policy.sees == "num_accepted":
+        drafts = np.arange(anchors.confidences.shape[1])
+        return (drafts < anchors.num_accepted[:, None]).astype(np.float32)
+    if policy.sees == "accept_probs":
+        if anchors.accept_probs is None:
+            raise InputError(
+                "oracle-survival needs a trace with acceptance probabilities, such as h20-qwen3-8b; "
+                "use oracle on this one"
+            )
+        return anchors.accept_probs
+    return anchors.confidences
+
+
 class Engine:
     """Serves the requests of a trace in a closed loop: a finished one is replaced at once by the next.
 
@@ -110,16 +125,24 @@ class Engine:
         batch_size: int,
         order: np.ndarray,
         record_decisions: bool = False,
+        decision_lag: int = 0,
     ) -> None:
         """order: int64 [requests], the trace's requests to serve, as `request_order` gives them.
 
-        Raises InputError, with the measured range, where `cost` does not hold the batch size.
+        decision_lag: how many steps old the confidences are that the budget is settled by.
+        Raises InputError, with the measured range, where `cost` does not hold the batch size, and where an
+        oracle asks for what the trace does not hold.
         """
         cost.check_batch_size(batch_size)
         arrays = trace.arrays
-        self.policy, self.cost, self.batch_size, self.order = policy, cost, batch_size, order
+        self.policy, self.cost, self.batch_size, self.order = policy.start(), cost, batch_size, order
         self.draft_length = trace.draft_length
         self.anchors = arrays
+        self.visible = _visible(arrays, policy)
+        # Of the last steps that drafted, a ring: the confidences of each request of the run
+        lag = max(decision_lag, policy.lag)
+        self.history = np.ones((lag, len(order) if lag else 0, self.draft_length), np.float32)
+        self.num_drafted = 0
         self.waiting = np.zeros(len(order), _SLOT)
         self.waiting["request"] = np.arange(len(order))
         self.waiting["row"] = arrays.first_row[order]
@@ -135,6 +158,7 @@ class Engine:
         self.record_decisions = record_decisions
         self.decisions = np.zeros(4096 if record_decisions else 0, _DECISION)
         self.num_decisions = 0
+        self.accepted = np.zeros(batch_size, np.int64)
         self.tally = np.zeros((2, 2, self.draft_length + 1), np.int64)  # steady or not, kept or accepted
         self._drafts: dict[tuple[int, int], np.ndarray] = {}
         self._prices: dict[tuple[int, int, bool], tuple[float, float]] = {}
@@ -174,11 +198,10 @@ class Engine:
     def _serve(
         self, env: simpy.Environment, progress: Callable[[int], object]
     ) -> Generator[simpy.Event, None, None]:
-        policy, cost = self.policy, self.cost
         reported, stride = 0, max(1, len(self.order) // 100)
         while self.admit(env.now):
             confidences, context_tokens = self.draft()
-            selection = policy.select(confidences, cost, context_tokens)
+            selection = self.select(confidences, context_tokens)
             draft_s, verify_s = self.verify(confidences, selection, context_tokens)
             start_s = env.now
             yield env.timeout(draft_s + verify_s)
@@ -201,11 +224,23 @@ class Engine:
     def draft(self) -> tuple[np.ndarray, int]:
         """The drafter's confidences, float32 [batch, drafts asked for], and the total length of contexts."""
         batch = len(self.batch)
-        key = batch, self.policy.draft_length(batch, self.draft_length)
+        key = batch, self.policy.draft_length(batch, self.draft_length, self.cost)
         confidences = self._drafts.get(key)
         if confidences is None:
             confidences = self._drafts[key] = np.empty(key, np.float32)
-        return confidences, _draft(self.batch, self.anchors.confidences, confidences)
+        return confidences, _draft(self.batch, self.visible, confidences)
+
+    def select(self, confidences: np.ndarray, context_tokens: int) -> Selection:
+        """The policy's choice, by this step's confidences or, where decisions lag, also by older ones."""
+        lag, width = len(self.history), confidences.shape[1]
+        if not lag or not width:
+            return self.policy.select(confidences, self.cost, context_tokens)
+        seen = self.history[self.num_drafted % lag]
+        requests = self.batch["request"]
+        stale = seen[requests, :width]
+        seen[requests, :width] = confidences
+        self.num_drafted += 1
+        return self.policy.select_lagged(confidences, stale, self.cost, context_tokens)
 
     def verify(
         self, confidences: np.ndarray, selection: Selection, context_tokens: int
@@ -244,6 +279,7 @@ class Engine:
             self.anchors.num_accepted,
             self.tally[int(batch >= STEADY * self.batch_size)],
             self.spans,
+            self.accepted,
             self.decisions[self.num_decisions :],
             self.steps,
             self.num_steps,
@@ -255,6 +291,8 @@ class Engine:
             selection.bucket,
             selection.expected_tokens,
         )
+        if self.policy.learns:
+            self.policy.observe(selection.keep_depth, self.accepted[:batch], draft_s + verify_s)
         self.num_steps += 1
         self.num_decisions += batch if self.record_decisions else 0
 
@@ -294,6 +332,7 @@ def _emit(
     acceptable: np.ndarray,
     tally: np.ndarray,
     spans: np.ndarray,
+    num_accepted: np.ndarray,
     decisions: np.ndarray,
     steps: np.ndarray,
     step: int,
@@ -313,6 +352,7 @@ def _emit(
         accepted = min(acceptable[slot.row], keep_depth[i])
         tally[0, keep_depth[i]] += 1
         tally[1, accepted] += 1
+        num_accepted[i] = accepted
         if len(decisions) > 0:
             decisions[i].step = step
             decisions[i].request = slot.request
