@@ -1,4 +1,4 @@
-"""Qwen3/Llama targets and the drafters that read them (DFlash, EAGLE-3, MTP), under their public weight names.
+"""Qwen3 and Llama targets and the drafters that read them, under the weight names of public checkpoints.
 
 One definition serves training and serving. A module never decides how to attend: its forward takes
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ class ModelConfig:
     block_size: int = 0
     mask_token_id: int = 0
     target_layer_ids: tuple[int, ...] = ()
+    draft_vocab_size: int | None = None
 
     @property
     def draft_length(self) -> int:
@@ -66,9 +67,12 @@ class ModelConfig:
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) not in ("default", "llama3"):
             raise ValueError(f"rope scaling {rope!r}: only default and llama3 are supported")
+        if raw.get("use_sliding_window"):
+            raise ValueError("use_sliding_window: sliding-window attention is not supported")
         eos = raw.get("eos_token_id")
         dflash = raw.get("dflash_config") or {}
-        taps = dflash.get("target_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids") or ()
+        # EAGLE-3 configs name the layer that reads the tapped stream, DFlash configs the one that wrote it.
+        eagle = [index - 1 for index in raw.get("eagle_aux_hidden_state_layer_ids") or ()]
         return cls(
             vocab_size=raw["vocab_size"],
             hidden_size=raw["hidden_size"],
@@ -88,7 +92,8 @@ class ModelConfig:
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
             block_size=raw.get("block_size", 0),
             mask_token_id=dflash.get("mask_token_id", 0),
-            target_layer_ids=tuple(taps),
+            target_layer_ids=tuple(dflash.get("target_layer_ids") or eagle),
+            draft_vocab_size=raw.get("draft_vocab_size"),
         )
 
 
@@ -119,7 +124,7 @@ def _llama3_frequencies(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn x [*tokens, heads, head_dim] by the angles of its positions, pairing dims i and i + head_dim / 2."""
+    """Turn x [*tokens, heads, head_dim] by its positions' angles, pairing dims i and i + head_dim / 2."""
     cos, sin = (angle.to(x.dtype) for angle in rotary)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -267,7 +272,7 @@ class DFlash(nn.Module):
         return self.config.target_layer_ids
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """features [*tokens, taps * hidden], positions [*tokens] -> per layer k, v [*tokens, kv_heads, dim]."""
+        """features [*tokens, taps * hidden], positions [*tokens] -> k, v [*tokens, kv_heads, dim] of each."""
         fused, rotary = self.hidden_norm(self.fc(features)), self.rotary(positions)
         return [layer.self_attn.key_value(fused, rotary) for layer in self.layers]
 
@@ -277,7 +282,7 @@ class DFlash(nn.Module):
         return torch.cat((anchors[..., None], masks), dim=-1)
 
     def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Embedded blocks [*blocks, block_size, hidden] and positions -> hidden [*blocks, block_size, hidden].
+        """Embedded blocks and positions [*blocks, block_size, ...] -> hidden [*blocks, block_size, hidden].
 
         `attend` must join the block's own keys (no causal mask) to the cached context before the anchor.
         """
@@ -317,7 +322,11 @@ class Eagle3(nn.Module):
         self.midlayer = EagleLayer(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        rows = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        self.d2t: Tensor | None = None
+        if rows != config.vocab_size:  # draft id + d2t[draft id] is the target's id
+            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))
         self.rotary = Rotary(config)
 
     @property
@@ -325,7 +334,7 @@ class Eagle3(nn.Module):
         return self.config.target_layer_ids
 
     def fuse(self, hidden: Tensor, features: Tensor | None) -> Tensor:
-        """The target's last hidden (unused) and features [*tokens, taps * hidden] -> state [*tokens, hidden]."""
+        """The target's hidden (unused) and features [*tokens, taps * hidden] -> state [*tokens, hidden]."""
         return self.fc(features)
 
     def forward(self, embeddings: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -333,8 +342,13 @@ class Eagle3(nn.Module):
         return self.midlayer(embeddings, state, self.rotary(positions), attend)
 
     def logits(self, state: Tensor) -> Tensor:
-        """states [*rows, hidden] -> logits [*rows, vocab]."""
-        return self.lm_head(self.norm(state))
+        """states [*rows, hidden] -> logits [*rows, vocab], -inf outside a reduced draft vocabulary."""
+        logits = self.lm_head(self.norm(state))
+        if self.d2t is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        full[..., torch.arange(len(self.d2t), device=logits.device) + self.d2t] = logits
+        return full
 
 
 class MTPModule(nn.Module):
@@ -446,7 +460,9 @@ def load_drafter(
     if architecture == "DFlashDraftModel":
         model = DFlash(config)
     elif "Eagle3" in architecture:
-        model = Eagle3(config)
+        layers = target.config.num_hidden_layers  # the taps of the EAGLE-3 paper, unless the config has some
+        taps = config.target_layer_ids or (1, layers // 2 - 1, layers - 4)
+        model = Eagle3(replace(config, target_layer_ids=taps))
     elif "MTP" in architecture:
         model = MTP(config, target.lm_head)
     else:
@@ -458,6 +474,9 @@ def _filled(model: M, directory: Path, device: str | torch.device, dtype: torch.
     weights = read_weights(directory)
     if isinstance(model, CausalLM) and model.config.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    if isinstance(model, Eagle3):  # published heads carry the target's embedding and the inverse of d2t
+        for spare in ("embed_tokens.weight", "t2d", *(("d2t",) if model.d2t is None else ())):
+            weights.pop(spare, None)
     model.load_state_dict(weights)
     return model.to(device, dtype).eval()
 
