@@ -58,8 +58,8 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
         for batch_size in batch_sizes:
             num_requests = config.requests or default_requests(trace, batch_size)
             order = request_order(trace, num_requests, config.seed)
-            off_tps = 0.0
-            for name, policy in ({"off": Off()} | policies).items():
+            runs = {}
+            for name, policy in (policies | {"off": Off()}).items():
                 engine = Engine(trace, policy, cost, batch_size, order, config.decisions)
                 with tqdm(
                     total=num_requests,
@@ -68,17 +68,17 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
                     leave=False,
                     disable=None if progress else True,  # None: hidden unless stderr is a terminal
                 ) as bar:
-                    run = engine.run(bar.update)
-                figures = results.figures(run)
-                if name == "off":
-                    off_tps = figures["throughput_tps"]
-                if name not in policies:
-                    continue
-                row = {"policy": name, "batch_size": batch_size, **figures}
-                row["speedup_vs_off"] = figures["throughput_tps"] / off_tps
-                rows.append(row | {"sim_steps_per_s": run.steps_per_s})
+                    runs[name] = engine.run(bar.update)
+            off_tps = results.figures(runs["off"])["throughput_tps"]
+            for name in policies:
+                figures = results.figures(runs[name])
+                speed = {
+                    "speedup_vs_off": figures["throughput_tps"] / off_tps,
+                    "sim_steps_per_s": runs[name].steps_per_s,
+                }
+                rows.append({"policy": name, "batch_size": batch_size, **figures, **speed})
                 if directory:
-                    tables.append(results.tables(run, trace))
+                    tables.append(results.tables(runs[name], trace))
         if directory:
             about = {"engine": "sim", "trace": config.trace, "cost": config.cost, "seed": config.seed}
             results.write(directory, rows, tables, cost, {**trace.meta, **about})
