@@ -14,6 +14,7 @@ import polars as pl
 
 from dcut.cost import CostTable
 from dcut.errors import InputError
+from traces.published import generate_builtin
 from traces.schema import DECISIONS, FORMAT, REQUESTS, STEPS, Trace, anchors_schema
 
 BUILTIN = Path(__file__).parent / "builtin"
@@ -27,8 +28,6 @@ def open_trace(name_or_path: str, seed: int = 0) -> Trace:
     directory of the same name (write ./name for that one).
     Raises InputError where there is neither, with the built-in names, and as `load` does.
     """
-    from traces.published import generate_builtin  # here, so that published may write what it fits
-
     directory = BUILTIN / name_or_path
     names = sorted(p.name for p in BUILTIN.iterdir() if p.is_dir())
     if name_or_path in names:
