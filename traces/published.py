@@ -85,15 +85,16 @@ def generate(
 ) -> Trace:
     """Draw a trace of `process`: the same seed gives the same trace.
 
-    Requests take the domains in turn and 64 to 192 steps each under full verification, drawn evenly; their
-    output is that many times their domain's mean acceptance length, so that every domain has an equal share
-    of the steps, which is how a server's counters weigh. Prompts have 32 to 512 tokens. `num_accepted` is
+    Requests take the domains in turn, and 64 to 192 steps each under full verification; their output is
+    that many times their domain's mean acceptance length. So every domain has an equal share of the steps,
+    which is how a server's counters weigh. Prompts have 32 to 512 tokens. `num_accepted` is
     one sample of `accept_probs`.
     """
     rng = np.random.default_rng(seed)
     draft_length = len(process.position_logit)
     domain = np.arange(num_requests) % len(DOMAINS)
-    steps = rng.integers(64, 193, num_requests)
+    even = np.linspace(64, 192, -(-num_requests // len(DOMAINS)))
+    steps = rng.permuted(np.tile(even, (len(DOMAINS), 1)), axis=1).T.ravel()[:num_requests]
     output_tokens = 1 + np.rint(steps * process.acceptance_lengths()[domain]).astype(np.int64)
     num_rows = output_tokens - 1
     rows = int(num_rows.sum())
