@@ -137,7 +137,7 @@ class Engine:
         arrays = trace.arrays
         self.policy, self.cost, self.batch_size, self.order = policy.start(), cost, batch_size, order
         self.draft_length = trace.draft_length
-        self.anchors = arrays
+        self.acceptable = arrays.num_accepted.astype(np.int16)  # small, so that it stays in the cache
         self.visible = _visible(arrays, policy)
         # Of the last steps that drafted, a ring: the confidences of each request of the run
         lag = max(decision_lag, policy.lag)
@@ -276,11 +276,13 @@ class Engine:
         self.any_finished = _emit(
             self.batch,
             selection.keep_depth,
-            self.anchors.num_accepted,
-            self.tally[int(batch >= STEADY * self.batch_size)],
+            self.acceptable,
+            self.tally,
+            int(batch >= STEADY * self.batch_size),
             self.spans,
             self.accepted,
-            self.decisions[self.num_decisions :],
+            self.decisions,
+            self.num_decisions,
             self.steps,
             self.num_steps,
             start_s,
@@ -317,11 +319,18 @@ def _admit(
 @numba.njit(cache=True, nogil=True)
 def _draft(slots: np.ndarray, recorded: np.ndarray, confidences: np.ndarray) -> int:
     """Fill confidences [batch, width] from the slots' anchors; return the total length of their contexts."""
+    batch, width = confidences.shape
     context_tokens = 0
-    for i in range(len(slots)):
+    for i in range(batch):
         context_tokens += slots[i].context
-        for k in range(confidences.shape[1]):
-            confidences[i, k] = recorded[slots[i].row, k]
+        if width:  # touch both ends of every row first, so that the waits for memory overlap
+            row = slots[i].row
+            confidences[i, 0] = recorded[row, 0]
+            confidences[i, width - 1] = recorded[row, width - 1]
+    for i in range(batch):
+        row = slots[i].row
+        for k in range(width):
+            confidences[i, k] = recorded[row, k]
     return context_tokens
 
 
@@ -331,9 +340,11 @@ def _emit(
     keep_depth: np.ndarray,
     acceptable: np.ndarray,
     tally: np.ndarray,
+    steady: int,
     spans: np.ndarray,
     num_accepted: np.ndarray,
     decisions: np.ndarray,
+    num_decisions: int,
     steps: np.ndarray,
     step: int,
     start_s: float,
@@ -346,25 +357,26 @@ def _emit(
 ) -> bool:
     """Advance every slot by what it accepts, write steps[step]; whether any request finished."""
     step_s = draft_s + verify_s
-    num_emitted, any_finished = 0, False
+    total, any_finished = 0, False
     for i in range(len(slots)):
-        slot = slots[i]
-        accepted = min(acceptable[slot.row], keep_depth[i])
-        tally[0, keep_depth[i]] += 1
-        tally[1, accepted] += 1
+        slot, depth = slots[i], keep_depth[i]
+        accepted = min(np.int64(acceptable[slot.row]), depth)
         num_accepted[i] = accepted
+        tally[steady, 0, depth] += 1
+        tally[steady, 1, accepted] += 1
         if len(decisions) > 0:
-            decisions[i].step = step
-            decisions[i].request = slot.request
-            decisions[i].position = slot.position
-            decisions[i].keep_depth = keep_depth[i]
-            decisions[i].num_accepted = accepted
+            decision = decisions[num_decisions + i]
+            decision.step = step
+            decision.request = slot.request
+            decision.position = slot.position
+            decision.keep_depth = depth
+            decision.num_accepted = accepted
         emitted = min(accepted + 1, slot.left)
         slot.row += emitted
         slot.position += emitted
         slot.context += emitted
         slot.left -= emitted
-        num_emitted += emitted
+        total += emitted
         if slot.left == 0:
             any_finished = True
             spans[slot.request]["finish_s"] = start_s + step_s
@@ -376,7 +388,7 @@ def _emit(
     record.draft_s = draft_s
     record.verify_s = verify_s
     record.step_s = step_s
-    record.num_emitted = num_emitted
+    record.num_emitted = total
     record.bucket = bucket
     record.expected_tokens = expected_tokens
     return any_finished
