@@ -1,0 +1,572 @@
+"""The figures of a report and the sentences above them: every number in a title comes from the data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import polars as pl
+
+from analysis import charts
+from analysis.charts import BATCH, KEPT, Axis
+from analysis.results import (
+    ALLOCATION_TRACE,
+    PUBLISHED_TRACE,
+    Results,
+    against_published,
+    allocation,
+    by_position,
+    calibration,
+    published,
+    step_times,
+)
+from dcut.errors import InputError
+from traces.schema import Trace
+from traces.store import open_trace
+
+THROUGHPUT = Axis("throughput (tokens/s)")
+FACTOR = Axis("throughput / plain decoding", ".1f")
+FITTED = ("AR", "DFlash-B16")  # published rows that the built-in trace was fitted to
+_DIAMONDS = "Hollow diamonds: the published figures."
+_ALLOCATION = (
+    "tokens that 32 requests gain in a step when the same number of positions is verified in each alike "
+    "(uniform) or where the confidence is highest. Anchors and bonus tokens are counted."
+)
+_PANELS = 5  # as many policies as fit beside each other
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One picture of the report, or, without a chart, the line that says what would bring it."""
+
+    name: str  # of its PNG and of its place in the page
+    section: str
+    title: str  # what to see in it, one sentence
+    note: str  # what is drawn, or what is missing
+    chart: Any = None  # an Altair chart
+    wide: bool = False
+
+
+def share(value: float, digits: int = 0) -> str:
+    """A share as a percentage, such as "42 %" with a space that does not break."""
+    return f"{100 * value:.{digits}f}\N{NO-BREAK SPACE}%"
+
+
+def several(items: Sequence[Any]) -> str:
+    """Items as words: "4", "4 and 8", "4, 8 and 16"."""
+    words = [str(item) for item in items]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+class Story:
+    """What the figures are made from: all runs, and those of the first source by policy and batch size."""
+
+    def __init__(self, results: Sequence[Results]) -> None:
+        self.results = results
+        self.runs = pl.concat([result.runs for result in results], how="diagonal_relaxed")
+        self.sources = [result.source for result in results]
+        self.first = {(r["policy"], r["batch_size"]): r for r in results[0].runs.iter_rows(named=True)}
+        self.batch_sizes = sorted({batch for _, batch in self.first})
+        self.palette = charts.colors(self.runs["policy"].to_list())
+        self.against = against_published(self.runs)
+        self.dcut = next((p for p in self.palette if p.partition(":")[0] == "dcut" and self.of(p)), None)
+        self._traces: dict[str, Trace | str] = {}
+
+    def of(self, policy: str, column: str = "throughput_tps") -> dict[int, float]:
+        """A column of one policy's runs by batch size, of the first source."""
+        return {b: self.first[policy, b][column] for b in self.batch_sizes if (policy, b) in self.first}
+
+    def both(self, one: str, other: str, column: str = "throughput_tps") -> dict[int, float]:
+        """Ratio of a column of two policies at the batch sizes that both have."""
+        a, b = self.of(one, column), self.of(other, column)
+        return {batch: a[batch] / b[batch] for batch in a if batch in b}
+
+    def trace(self, name: str) -> Trace | str:
+        """A trace by its name, or why it cannot be opened."""
+        if name not in self._traces:
+            seed = next((r.runs["seed"][0] for r in self.results if name in r.runs["trace"]), 0)
+            try:
+                self._traces[name] = open_trace(name, seed or 0)
+            except InputError as error:
+                self._traces[name] = str(error)
+        return self._traces[name]
+
+    @property
+    def traces(self) -> list[str]:
+        """Names of the traces that were replayed."""
+        return list(dict.fromkeys(self.runs["trace"].drop_nulls()))
+
+    def points(self, column: str) -> pl.DataFrame:
+        """A column of all runs as points of lines over the batch size."""
+        return self.runs.select("source", name="policy", x="batch_size", value=column)
+
+    def diamonds(self, column: Any) -> pl.DataFrame | None:
+        """Published values as points, once for each policy and batch size."""
+        rows = self.against.select(name="policy", x="batch_size", value=column).drop_nulls().unique()
+        return rows if len(rows) else None
+
+    def panel(self, run: dict[str, Any]) -> str:
+        """The name of a panel that shows one policy."""
+        return run["policy"] if len(self.sources) == 1 else f"{run['policy']} ({run['source']})"
+
+
+# ---- sentences -------------------------------------------------------------------------------------------
+
+
+def fastest(story: Story) -> str:
+    """Which policy is fastest where."""
+    best = {
+        batch: max((p for p, b in story.first if b == batch), key=lambda p: story.of(p)[batch])
+        for batch in story.batch_sizes
+    }
+    spans = [(policy, list(sizes)) for policy, sizes in groupby(best, key=best.__getitem__)]
+    where = [
+        f"{policy} at batch {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
+        for policy, sizes in spans
+    ]
+    if len(spans) == 1:
+        return f"{spans[0][0]} is the fastest policy at every batch size"
+    return f"Fastest: {', '.join(where)}"
+
+
+def full_against_off(story: Story) -> str | None:
+    """What full verification brings over plain decoding at the largest batch, and where it starts to lose."""
+    factor = story.both("full", "off")
+    if not factor:
+        return None
+    last = max(factor)
+    losing = [batch for batch in factor if all(factor[b] < 1 for b in factor if b >= batch)]
+    if not losing:
+        return f"Full verification beats plain decoding throughout, {factor[last]:.2f} times at batch {last}"
+    since = (
+        f"slower than plain decoding from batch {losing[0]}" if len(losing) < len(factor) else "always slower"
+    )
+    return f"At batch {last} full verification runs at {share(factor[last])} of plain decoding; it is {since}"
+
+
+def dcut_gain(story: Story) -> str | None:
+    """What D-Cut brings at the largest batch over full verification, and beside plain decoding."""
+    if not story.dcut or not (gain := story.both(story.dcut, "full")):
+        return None
+    last = max(gain)
+    text = f"At batch {last} {story.dcut} is {gain[last]:.2f} times as fast as full verification"
+    beside = story.both(story.dcut, "off").get(last)
+    return text + (f" and runs at {share(beside)} of plain decoding" if beside else "")
+
+
+def waste(story: Story) -> str | None:
+    """How much of what full verification and D-Cut compute is thrown away."""
+    wasted = story.of("full", "wasted_verify_ratio")
+    if not wasted:
+        return None
+    last = max(wasted)
+    text = f"At batch {last} {share(wasted[last])} of what full verification computes are rejected drafts"
+    mine = story.of(story.dcut, "wasted_verify_ratio").get(last) if story.dcut else None
+    return text + (f", with {story.dcut} {share(mine)}" if mine is not None else "")
+
+
+def kept(story: Story) -> str | None:
+    """How much D-Cut verifies and what that costs in accepted tokens."""
+    keep = story.of(story.dcut, "keep_ratio") if story.dcut else {}
+    if not keep:
+        return None
+    low, high = min(keep), max(keep)
+    if low == high:
+        return f"{story.dcut} verifies {share(keep[low])} of the positions at batch {low}"
+    return (
+        f"{story.dcut} verifies {share(keep[low])} of the positions at batch {low} "
+        f"and {share(keep[high])} at batch {high}"
+    )
+
+
+def gained(story: Story) -> str | None:
+    """What D-Cut still accepts of what full verification does, at the largest batch."""
+    lengths = story.both(story.dcut, "full", "mean_acceptance_length") if story.dcut else {}
+    if not lengths:
+        return None
+    last = max(lengths)
+    keep = story.both(str(story.dcut), "full", "keep_ratio")[last]
+    return (
+        f"With {share(keep)} of the positions {story.dcut} gains {share(lengths[last])} "
+        f"of full verification's tokens a step at batch {last}"
+    )
+
+
+def published_error(story: Story) -> str | None:
+    """How far the predictions are from the published throughput, where the trace was not fitted to it."""
+    free = story.against.filter(~pl.col("method").is_in(FITTED))
+    off = {
+        (policy, batch): abs(predicted / measured - 1)
+        for policy, batch, predicted, measured in free.select(
+            "policy", "batch_size", "throughput_tps", "published_tps"
+        ).iter_rows()
+    }
+    if not off:
+        return None
+    policy, batch = worst = max(off, key=off.__getitem__)
+    return (
+        f"Predicted throughput is {share(sum(off.values()) / len(off), 1)} off the published on average over "
+        f"{len(off)} cells that were not fitted, {share(off[worst], 1)} at worst ({policy} at batch {batch})"
+    )
+
+
+def agreement(story: Story) -> str | None:
+    """How far the further sources are from the first, over the runs that both have."""
+    if len(story.sources) < 2:
+        return None
+    key = ["policy", "batch_size"]
+    one, other = (
+        story.runs.filter(source=source).select(*key, "throughput_tps") for source in story.sources[:2]
+    )
+    off = [abs(b / a - 1) for *_, a, b in one.join(other, on=key).iter_rows()]
+    if not off:
+        return None
+    return (
+        f"{story.sources[1]} and {story.sources[0]} differ by {share(sum(off) / len(off), 1)} in throughput "
+        f"on average, over {len(off)} runs that both have"
+    )
+
+
+def retention(tokens: pl.DataFrame) -> str:
+    """What the best half and quarter of the positions yield of a trace's full acceptance."""
+    ranked = tokens.filter(name="by confidence")
+    half, quarter = (_at(ranked, x) / _at(ranked, 1.0) for x in (0.5, 0.25))
+    return (
+        f"The half of the positions with the most confidence yields {share(half)} of what all yield, "
+        f"a quarter {share(quarter)}"
+    )
+
+
+def ranking_gain(tokens: pl.DataFrame) -> str:
+    """What ranking by confidence gains over a uniform cut at a quarter and a half of the positions."""
+    ranked, uniform = (tokens.filter(name=name) for name in ("by confidence", "uniform"))
+    quarter, half = (_at(ranked, at) / _at(uniform, at) - 1 for at in (0.25, 0.5))
+    return (
+        f"Ranked by confidence, a quarter of the positions yields {share(quarter)} more tokens "
+        f"than a uniform cut, half of them {share(half)} more"
+    )
+
+
+def _at(points: pl.DataFrame, x: float) -> float:
+    """The value at the x nearest to the one asked for."""
+    return points.sort((pl.col("x") - x).abs())["value"][0]
+
+
+def headlines(story: Story) -> list[str]:
+    """The sentences at the top of the page; each stands only if the data say something about it."""
+    found = [fastest(story), full_against_off(story), dcut_gain(story), waste(story)]
+    for name in story.traces[:1]:
+        if isinstance(trace := story.trace(name), Trace):
+            found.append(retention(allocation(trace)))
+    found += [published_error(story), agreement(story)]
+    return [sentence for sentence in found if sentence]
+
+
+# ---- figures ---------------------------------------------------------------------------------------------
+
+CHOICE, REASON, TRUST = "Which policy", "Why", "How far to trust it"
+
+
+def throughput(story: Story) -> Figure:
+    note = "Output tokens a second in the steady state."
+    diamonds = story.diamonds("published_tps")
+    chart = charts.lines(story.points("throughput_tps"), story.palette, BATCH, THROUGHPUT, diamonds)
+    return Figure(
+        "throughput", CHOICE, fastest(story), f"{note} {_DIAMONDS}" if diamonds is not None else note, chart
+    )
+
+
+def speedup(story: Story) -> Figure:
+    chart = charts.lines(story.points("speedup_vs_off"), story.palette, BATCH, FACTOR, rule=1.0)
+    title = full_against_off(story) or "Speed-up over plain decoding"
+    note = "Throughput as a multiple of plain decoding. Below the dashed line, speculation loses."
+    return Figure("speedup", CHOICE, title, note, chart)
+
+
+def keep_ratio(story: Story) -> Figure:
+    title = kept(story) or "Share of positions verified"
+    note = "Verified positions, anchors included, of all batch × D."
+    diamonds = story.diamonds("published_keep")
+    axis = Axis("keep ratio", "%", top=1.04)
+    chart = charts.lines(story.points("keep_ratio"), story.palette, BATCH, axis, diamonds)
+    return Figure("keep-ratio", CHOICE, title, f"{note} {_DIAMONDS}" if diamonds is not None else note, chart)
+
+
+def buckets(story: Story) -> Figure:
+    rows = [
+        {"panel": story.panel(run), "batch_size": run["batch_size"], **part}
+        for run in story.runs.sort(_rank(story), "batch_size", maintain_order=True).iter_rows(named=True)
+        if len(run["bucket_share"]) > 1
+        for part in run["bucket_share"]
+    ]
+    if not rows:
+        return Figure(
+            "buckets", CHOICE, "Budgets chosen", "replay a policy that chooses among several, such as dcut"
+        )
+    shares = pl.DataFrame(rows)
+    last = shares.filter(pl.col("batch_size") == pl.col("batch_size").max()).sort("share").row(-1, named=True)
+    title = (
+        f"At batch {last['batch_size']} {last['panel']} takes the keep ratio {last['bucket']} "
+        f"in {share(last['share'])} of its steps"
+    )
+    note = "How often each keep ratio was chosen, by batch size."
+    return Figure("buckets", CHOICE, title, note, charts.stacks(shares))
+
+
+def acceptance(story: Story) -> Figure:
+    axis = Axis("acceptance length (tokens a request and step)", ".1f")
+    chart = charts.lines(story.points("mean_acceptance_length"), story.palette, BATCH, axis)
+    note = "Accepted drafts and the bonus token. Cutting drafts costs some of it."
+    return Figure("acceptance", CHOICE, gained(story) or "Tokens gained in a step", note, chart)
+
+
+def ablation(story: Story) -> Figure:
+    fixed = [p for p in story.palette if p.partition(":")[0] in ("ratio", "fixed", "full") and story.of(p)]
+    gains = {policy: story.both(policy, story.dcut) for policy in fixed} if story.dcut else {}
+    gains = {policy: gain for policy, gain in gains.items() if gain}
+    if not gains:
+        note = "replay dcut and a fixed budget at one batch size, such as --policy dcut,ratio:0.5"
+        return Figure("ablation", CHOICE, "One ratio for every step", note)
+    drawn = gains | {story.dcut: dict.fromkeys(story.of(str(story.dcut)), 1.0)}
+    rows = [(policy, batch, gain) for policy, part in drawn.items() for batch, gain in part.items()]
+    best = {policy: min(gain.values()) for policy, gain in gains.items()}
+    closest = max(best, key=best.__getitem__)
+    low = min(gains[closest], key=gains[closest].__getitem__)
+    ahead = [batch for batch, gain in gains[closest].items() if gain > 1]
+    title = (
+        f"The best fixed budget, {closest}, is {share(1 - best[closest])} behind {story.dcut} at batch {low}"
+        if best[closest] < 1
+        else f"{closest} is at least as fast as {story.dcut} at every batch size"
+    )
+    if ahead and best[closest] < 1:
+        title += f" and ahead at batch {several(ahead)}"
+    points = pl.DataFrame(rows, schema=["name", "x", "value"], orient="row")
+    note = f"Throughput of fixed budgets relative to {story.dcut}, which decides anew in every step."
+    axis = Axis(f"throughput / {story.dcut}", "%")
+    return Figure("ablation", CHOICE, title, note, charts.lines(points, story.palette, BATCH, axis, rule=1.0))
+
+
+def cost_curves(story: Story) -> Figure:
+    drawn: list[pl.DataFrame] = []
+    for result in story.results:
+        width = result.runs["draft_length"][0] + 1
+        curve = step_times(result.cost, story.batch_sizes, width)
+        if not any(curve.equals(other.drop("source")) for other in drawn):
+            drawn.append(curve.with_columns(source=pl.lit(result.source)))
+    curves = pl.concat(drawn)
+    sizes = sorted(set(curves["batch_size"]))
+    last = drawn[0].filter(batch_size=sizes[-1])
+    title = (
+        f"At batch {sizes[-1]} verifying everything takes {_at(last, 1) / _at(last, 0.25):.2f} times "
+        "as long as verifying a quarter"
+    )
+    named = curves.with_columns(name=pl.format("batch {}", "batch_size"))
+    chart = charts.lines(named, charts.ramp([f"batch {b}" for b in sizes]), KEPT, Axis("time of a step (ms)"))
+    note = "Time of the target's forward pass by the share of positions verified. Dots are measurements."
+    return Figure("cost", REASON, title, note, chart)
+
+
+def sensitivity(story: Story) -> Figure:
+    if not len(story.against):
+        note = f"replay the built-in trace {PUBLISHED_TRACE}, whose costs these published ones stand beside"
+        return Figure("sensitivity", REASON, "Dense models and mixtures of experts", note)
+    rows = published("cost").filter(bs=64)
+    points = rows.select(
+        name="model", x="ratio", value=pl.col("cost_ms") / pl.col("cost_ms").first().over("model")
+    )
+    palette = dict(
+        zip(points["name"].unique(maintain_order=True), (charts.DEEP, charts.OTHERS[0]), strict=True)
+    )
+    dense, experts = (points.filter(name=name)["value"][-1] for name in palette)
+    title = (
+        f"Verifying four times as much costs {share(dense - 1)} more time on a dense model, "
+        f"{share(experts - 1)} on a mixture of experts"
+    )
+    note = (
+        "Published step times at batch 64 (H20), relative to a keep ratio of 25 %. So costs must be measured."
+    )
+    chart = charts.lines(points, palette, KEPT, Axis("time / time at 25 %", ".1f"))
+    return Figure("sensitivity", REASON, title, note, chart)
+
+
+def depths(story: Story) -> Figure:
+    last = story.batch_sizes[-1]
+    runs = story.runs.filter(batch_size=last, source=story.sources[0]).sort(_rank(story))
+    found = by_position(runs).with_columns(panel="name")
+    if not len(found):
+        return Figure(
+            "depths", REASON, "Accepted and verified by position", "replay a policy that drafts, such as full"
+        )
+    panels = list(dict.fromkeys(found["panel"]))[-_PANELS:]
+    drawn = found.filter(pl.col("panel").is_in(panels))
+    totals = found.group_by("name", maintain_order=True).agg(pl.col("verified", "accepted").sum())
+    title = f"Drafts verified and accepted in a step, for a request at batch {last}: " + ", ".join(
+        f"{name} {verified:.1f} and {accepted:.1f}"
+        for name, verified, accepted in totals.filter(pl.col("name").is_in(panels)).iter_rows()
+    )
+    note = (
+        "By draft position. Pale: share of steps that verify it; solid: that accept it. The rest is wasted."
+    )
+    return Figure("depths", REASON, title, note, charts.depths(drawn, story.palette, 1000), wide=True)
+
+
+def kept_tokens(story: Story) -> Figure:
+    name = next(iter(story.traces), "")
+    if not isinstance(trace := story.trace(name), Trace):
+        return Figure("retention", REASON, "Accepted tokens by budget", f"the replayed trace ({trace})")
+    tokens = allocation(trace)
+    note = f"{name}: {_ALLOCATION}"
+    return Figure("retention", REASON, retention(tokens), note, _allocation(tokens))
+
+
+def allocations(story: Story) -> Figure:
+    if PUBLISHED_TRACE not in story.traces:
+        note = f"replay the built-in trace {PUBLISHED_TRACE}; {ALLOCATION_TRACE} is then drawn beside it"
+        return Figure("allocation", REASON, "Uniform against confidence", note)
+    if not isinstance(trace := story.trace(ALLOCATION_TRACE), Trace):
+        return Figure("allocation", REASON, "Uniform against confidence", f"the built-in trace ({trace})")
+    tokens = allocation(trace)
+    rows = published("allocation").select(
+        name=pl.when(pl.col("strategy").str.starts_with("fixed"))
+        .then(pl.lit("uniform"))
+        .otherwise(pl.lit("by confidence")),
+        x="verify_tokens",
+        value="accepted_tokens",
+    )
+    note = f"{ALLOCATION_TRACE}, an easier data set: {_ALLOCATION} {_DIAMONDS}"
+    return Figure("allocation", REASON, ranking_gain(tokens), note, _allocation(tokens, rows))
+
+
+def _allocation(tokens: pl.DataFrame, diamonds: pl.DataFrame | None = None) -> charts.Chart:
+    palette = {"by confidence": charts.FAMILIES["dcut"][0], "uniform": charts.FAMILIES["fixed"][0]}
+    points = tokens.with_columns(x="num_verify_tokens")
+    x, y = Axis("positions verified in a step", "d"), Axis("tokens gained in a step")
+    return charts.lines(points, palette, x, y, diamonds)
+
+
+def wasted(story: Story) -> Figure:
+    axis = Axis("wasted (share of verified positions)", "%", top=1)
+    chart = charts.lines(story.points("wasted_verify_ratio"), story.palette, BATCH, axis)
+    note = "Rejected drafts, as a share of the positions that the target computed."
+    return Figure("waste", REASON, waste(story) or "Verification wasted", note, chart)
+
+
+def honesty(story: Story) -> Figure:
+    found = {name: trace for name in story.traces if isinstance(trace := story.trace(name), Trace)}
+    if not found:
+        return Figure("honesty", REASON, "Confidence against acceptance", "the replayed trace, in its place")
+    points = pl.concat([calibration(trace).with_columns(name=pl.lit(name)) for name, trace in found.items()])
+    palette = dict(zip(found, [charts.FAMILIES["dcut"][0], *charts.OTHERS], strict=False))
+    first = points.filter(name=next(iter(found)))
+    title = (
+        f"Drafts scored above 0.9 are accepted in {share(_at(first, 1))} of cases, "
+        f"below 0.1 in {share(_at(first, 0))}"
+    )
+    note = "Share of drafts accepted by survival score. On the dashed line, scores are honest probabilities."
+    chart = charts.lines(
+        points,
+        palette,
+        Axis("survival score", ".1f", top=1),
+        Axis("share accepted", "%", top=1),
+        diagonal=True,
+    )
+    return Figure("honesty", REASON, title, note, chart)
+
+
+def prediction(story: Story) -> Figure:
+    title = published_error(story)
+    if not title:
+        note = f"replay the built-in trace {PUBLISHED_TRACE} with its own cost table, under dcut"
+        return Figure("published", TRUST, "Predicted against published", note)
+    rows = story.against.sort(_rank(story), "batch_size", descending=[True, False])
+    labels = [story.panel(r) + " (fitted)" * (r["method"] in FITTED) for r in rows.iter_rows(named=True)]
+    rows = rows.select(
+        "batch_size",
+        "published_keep",
+        "keep_ratio",
+        name=pl.Series(labels),
+        predicted="throughput_tps",
+        published="published_tps",
+    )
+    rate = rows.with_columns(error=pl.col("predicted") / pl.col("published") - 1)
+    keep = rows.drop_nulls("published_keep").select(
+        "batch_size", "name", predicted="keep_ratio", published="published_keep"
+    )
+    keep = keep.with_columns(error=pl.col("predicted") - pl.col("published"))
+    chart = charts.errors(_cells(rate, "{:+.1%}", "{:,.0f}"), "throughput, difference", ",.0f")
+    if len(keep):
+        below = charts.errors(_cells(keep, "{:+.3f}", "{:.3f}"), "keep ratio, difference", ".3f")
+        chart = charts.below(chart, below)
+    note = "The difference, and below it predicted / published. Blue: predicted too low; orange: too high."
+    return Figure("published", TRUST, title, note, chart, wide=True)
+
+
+def _cells(rows: pl.DataFrame, difference: str, number: str) -> pl.DataFrame:
+    """The rows with what is written into their cells."""
+    return rows.with_columns(
+        text=pl.Series([difference.format(e).replace("-", "−").replace("%", " %") for e in rows["error"]]),
+        detail=pl.Series(
+            [
+                f"{number.format(a)} / {number.format(b)}"
+                for a, b in rows.select("predicted", "published").rows()
+            ]
+        ),
+    )
+
+
+def drafters(story: Story) -> Figure:
+    if not len(story.against):
+        note = f"replay the built-in trace {PUBLISHED_TRACE}, the set-up of these published rows"
+        return Figure("drafters", TRUST, "Other drafters", note)
+    rows = published("throughput").filter(~pl.col("method").str.contains("Fixed"))
+    points = rows.select("model", name="method", x="bs", value="steady_output_tok_s")
+    families = charts.FAMILIES
+    palette = {
+        "AR": families["off"][0],
+        "DFlash-B16": families["full"][0],
+        "D-Cut-B16": families["dcut"][0],
+        "D-Cut-B8": families["dcut"][1],
+        "EAGLE-3": charts.OTHERS[0],
+        "MTP": charts.OTHERS[0],
+    }
+    drawn = {
+        str(model): charts.lines(part, palette, BATCH, THROUGHPUT)
+        for (model,), part in points.group_by("model", maintain_order=True)
+    }
+    eagle, cut = (
+        dict(points.filter(pl.col("model") == "Qwen3-8B", name=name).select("x", "value").rows())
+        for name in ("EAGLE-3", "D-Cut-B16")
+    )
+    ahead = [batch for batch in eagle if cut[batch] > eagle[batch]]
+    title = (
+        f"Published beside other drafters: D-Cut-B16 beats EAGLE-3 on Qwen3-8B at batch {several(ahead)} only"
+    )
+    note = (
+        "Published rows, redrawn: these methods are not replayed here. AR is plain decoding, DFlash-B16 full "
+        "verification of 16 positions, MTP the model's own drafter."
+    )
+    return Figure("drafters", TRUST, title, note, charts.beside(drawn), wide=True)
+
+
+def _rank(story: Story) -> pl.Expr:
+    """Policies in the order of the palette."""
+    return pl.col("policy").replace_strict(list(story.palette), list(range(len(story.palette))))
+
+
+FIGURES = (
+    throughput,
+    speedup,
+    keep_ratio,
+    buckets,
+    acceptance,
+    ablation,
+    cost_curves,
+    sensitivity,
+    depths,
+    kept_tokens,
+    allocations,
+    honesty,
+    wasted,
+    prediction,
+    drafters,
+)

@@ -1,0 +1,108 @@
+"""The command that turns results directories into one page of pictures."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from analysis import page
+from analysis.figures import FIGURES, Story, headlines, share
+from analysis.results import load
+from dcut.errors import InputError, guard
+
+
+def report(paths: Sequence[str], out: str | None, png: str | None, progress: bool = False) -> None:
+    """Write the report of results directories to the file `out` and its figures into the directory `png`.
+
+    Raises InputError on what is not a results directory, OSError where it cannot be written; then nothing
+    is written at all.
+    """
+    story = Story(load(paths))
+    with tqdm(total=len(FIGURES) + 2, desc="report", leave=False, disable=None if progress else True) as bar:
+        figures = []
+        for draw in FIGURES:
+            figures.append(draw(story))
+            bar.update()
+        files: dict[Path, bytes] = {}
+        if png:
+            files |= {Path(png) / f"{f.name}.png": page.png(f) for f in figures if f.chart is not None}
+        bar.update()
+        if out:
+            text = page.html(_title(story), _subtitle(story), headlines(story), figures, _rows(story))
+            files[Path(out)] = text.encode()
+        bar.update()
+    _write(files)
+
+
+def _title(story: Story) -> str:
+    return f"Verification budgets compared: {' and '.join(story.traces)}"
+
+
+def _subtitle(story: Story) -> str:
+    """What was run, in one line."""
+    meta = story.results[0].meta
+    pair = " with ".join(str(meta[key]) for key in ("target", "drafter") if meta.get(key))
+    width = story.runs["draft_length"][0] + 1
+    sizes = ", ".join(map(str, story.batch_sizes))
+    sources = f"results {' and '.join(story.sources)}"
+    return f"{pair + ', ' if pair else ''}D = {width}, batch {sizes}, {len(story.runs)} runs, {sources}."
+
+
+def _rows(story: Story) -> list[dict[str, Any]]:
+    """The runs as the table of the page shows them."""
+    order = list(story.palette)
+    runs = sorted(story.runs.iter_rows(named=True), key=lambda r: (r["batch_size"], order.index(r["policy"])))
+    return [
+        {
+            "batch": run["batch_size"],
+            "policy": run["policy"],
+            **({"source": run["source"]} if len(story.sources) > 1 else {}),
+            "tokens/s": f"{run['throughput_tps']:,.0f}",
+            "vs off": f"{run['speedup_vs_off']:.2f} ×",
+            "keep ratio": f"{run['keep_ratio']:.3f}",
+            "acceptance length": f"{run['mean_acceptance_length']:.2f}",
+            "wasted": share(run["wasted_verify_ratio"]),
+            "steps": f"{run['num_steps']:,}",
+            "seed": run["seed"],
+        }
+        for run in runs
+    ]
+
+
+def _write(files: dict[Path, bytes]) -> None:
+    """Write all files or none: each under a temporary name first, then all renamed."""
+    parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in files}
+    try:
+        for path, part in parts.items():
+            if path.is_dir():
+                raise InputError(f"{path} is a directory: name a file")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(files[path])
+        for path, part in parts.items():
+            part.replace(path)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Parse the command line, write the report, say where it is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.report", description="Turn results directories into one page of pictures."
+    )
+    parser.add_argument(
+        "results", nargs="+", metavar="RESULTS", help="directories that sim.replay --out wrote"
+    )
+    parser.add_argument("--out", metavar="FILE", default="report.html", help="the page (%(default)s)")
+    parser.add_argument("--png", metavar="DIR", help="also write each figure there as a PNG")
+    args = parser.parse_args()
+    report(args.results, args.out, args.png, progress=True)
+    print(f"report in {args.out}" + (f", pictures in {args.png}" if args.png else ""))
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
