@@ -48,8 +48,8 @@ def anchors_schema(draft_length: int, sampled: bool) -> dict[str, Any]:
     """Columns of anchors.parquet: one row an output position from which a draft was made.
 
     `num_accepted` is what full verification accepts there, so a step that keeps n drafts accepts
-    min(num_accepted, n). `accept_probs[k]`, present when sampled, is the true probability that draft k is
-    accepted given that all before it are; replay then draws.
+    min(num_accepted, n). `accept_probs[k]`, present when sampled or generated, is the true probability that
+    draft k is accepted given that all before it are; num_accepted is one draw of it.
     """
     row = pl.Array(pl.Float32, draft_length)
     columns = {

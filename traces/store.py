@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,12 @@ def write_directory(
 ) -> None:
     """Write tables as <name>.parquet, documents as <name>.json and meta.json, complete or not at all.
 
-    kind: "trace" or "replay", what `read_directory` is asked for. meta.json holds `meta`, the format, the
-    kind, and the number of rows and the SHA-256 of every file. The directory is written under a temporary
-    name beside `path` and renamed; parents are made. An existing directory is replaced only if it is empty
-    or holds nothing but files that this function wrote.
+    kind: what `read_directory` is asked for, such as "trace". meta.json holds `meta`, the format, the kind,
+    and the number of rows and the SHA-256 of every file. An existing directory is replaced if it is empty or
+    holds nothing but what this function wrote.
     Raises InputError where `path` holds anything else, OSError where it cannot be written.
     """
-    path = Path(path).absolute()
-    replaced = _replaceable(path)
-    made = [parent for parent in path.parents if not parent.exists()]
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.mkdir(parents=True)
+    with whole_directory(path, lambda old: _read_json(old / "meta.json", "")["sha256"]) as part:
         for name, table in tables.items():
             table.write_parquet(part / f"{name}.parquet", compression="zstd", compression_level=9)
         for name, document in documents.items():
@@ -109,19 +104,34 @@ def write_directory(
             "sha256": {file.name: _sha256(file) for file in sorted(part.iterdir())},
         }
         _write_json(part / "meta.json", {**meta, **ledger})
+
+
+@contextmanager
+def whole_directory(path: str | Path, written: Callable[[Path], Iterable[str]]) -> Iterator[Path]:
+    """A fresh directory beside `path` that takes its place when the block ends without an error.
+
+    written: names, beside meta.json, of what this program wrote into the directory it is given; it may raise
+    InputError, KeyError or TypeError where that is not one of ours. Parents are made; after an error nothing
+    is left.
+    Raises InputError where `path` is not free, empty or wholly written by this program, and OSError where it
+    cannot be written: both before the block, so before the work.
+    """
+    path = Path(path).absolute()
+    replaced = _replaceable(path, written)
+    made = [parent for parent in path.parents if not parent.exists()]
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    old = part.with_suffix(".old")
+    try:
+        part.mkdir(parents=True)
+        yield part
         if replaced:
-            old = part.with_suffix(".old")
             path.rename(old)
-            try:
-                part.rename(path)
-            except OSError:
-                old.rename(path)
-                raise
-            shutil.rmtree(old)
-        else:
-            part.rename(path)
+        part.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
         for parent in made:
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
@@ -139,14 +149,15 @@ def read_directory(
     if not path.is_dir():
         raise InputError(f"{path} is not a {kind}: {'a file' if path.exists() else 'nothing is'} there")
     meta = _read_json(path / "meta.json", f"not a {kind} of this program")
-    if not (isinstance(meta, dict) and all(name in meta for name in _LEDGER)):
+    if not isinstance(meta, dict) or any(name not in meta for name in _LEDGER):
         raise InputError(f"{path / 'meta.json'} lacks one of {', '.join(_LEDGER)}: not a {kind}")
     if meta["format"] != FORMAT:
-        age = "newer" if str(meta["format"]) > str(FORMAT) else "older"
         raise InputError(
-            f"{path / 'meta.json'}: format {meta['format']} is {age} than {FORMAT}, "
-            "the format that this version reads; use the version of dcut that wrote it"
+            f"{path / 'meta.json'}: format {meta['format']} is not {FORMAT}, which this version reads; "
+            "use the version of dcut that wrote it"
         )
+    if not isinstance(meta["rows"], dict) or not isinstance(meta["sha256"], dict):
+        raise InputError(f"{path / 'meta.json'} is damaged: rows and sha256 must list files")
     if meta["kind"] != kind:
         raise InputError(f"{path} holds a {meta['kind']}, not a {kind}")
     tables: dict[str, pl.DataFrame] = {}
@@ -171,7 +182,7 @@ def read_directory(
     return {key: value for key, value in meta.items() if key not in _LEDGER}, tables, documents
 
 
-def check_columns(file: Path, table: pl.DataFrame, columns: Mapping[str, Any]) -> None:
+def _check_columns(file: Path, table: pl.DataFrame, columns: Mapping[str, Any]) -> None:
     """Raise InputError, naming `file`, unless `table` has these columns (and types), and no others."""
     found = dict(table.schema)
     for name, kind in columns.items():
@@ -196,7 +207,7 @@ def _check(trace: Trace, path: Path) -> None:
         ("steps", trace.steps, STEPS, tuple(STEPS)),
         ("decisions", trace.decisions, DECISIONS, ()),
     ):
-        check_columns(path / f"{name}.parquet", table, columns)
+        _check_columns(path / f"{name}.parquet", table, columns)
         for column in columns:
             if column not in nullable and table[column].null_count():
                 raise InputError(f"{path / name}.parquet: column {column!r} has missing values")
@@ -250,19 +261,16 @@ def _check_anchors(trace: Trace, requests_file: Path, anchors_file: Path) -> Non
         )
 
 
-def _replaceable(path: Path) -> bool:
+def _replaceable(path: Path, written: Callable[[Path], Iterable[str]]) -> bool:
     """Whether a directory is there that may be replaced; InputError where something else is."""
     if not path.exists() and not path.is_symlink():
         return False
     if not path.is_dir() or path.is_symlink():
         raise InputError(f"{path} exists and is not a directory: give another place")
     found = {entry.name for entry in path.iterdir()}
-    if not found:
-        return True
     try:
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        ours = {"meta.json", *meta["sha256"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        ours = {"meta.json", *written(path)} if found else found
+    except (InputError, KeyError, TypeError):
         ours = set()
     if foreign := sorted(found - ours):
         raise InputError(
@@ -272,7 +280,11 @@ def _replaceable(path: Path) -> bool:
 
 
 def _write_json(file: Path, document: Any) -> None:
-    file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    try:
+        text = json.dumps(document, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise InputError(f"{file.name} cannot be written: {error}") from error
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def _read_json(file: Path, absent: str) -> Any:
