@@ -143,6 +143,11 @@ class Engine:
         return self.verifier.max_tokens - self.drafter.draft_length
 
     @property
+    def draft_length(self) -> int:
+        """Drafts of a request in one step at most."""
+        return self.drafter.draft_length
+
+    @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.waiting) or any(not r.finish_reason for r in self.batch)
