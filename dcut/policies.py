@@ -12,6 +12,7 @@ import numpy as np
 
 from dcut.cost import CostTable
 from dcut.errors import InputError
+from dcut.plus import Plus
 from dcut.protocol import BudgetPolicy, UniformPolicy
 from dcut.selector import Selection, select
 
@@ -124,6 +125,7 @@ POLICIES: dict[str, type[BudgetPolicy]] = {
     "fixed": Fixed,
     "ratio": Ratio,
     "dcut": DCut,
+    "dcut-plus": Plus,
 }
 
 

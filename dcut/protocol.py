@@ -97,3 +97,14 @@ class UniformPolicy(BudgetPolicy):
         context_tokens: float | None = None,
     ) -> Selection:
         return self.select(confidences, cost, context_tokens)
+
+
+BANDS = ("off", "0", *(f"{tenth / 10:g}" for tenth in range(1, 11)))
+"""Labels where budgets are too many to list: no drafter, no draft kept, up to a tenth of the drafts, ..."""
+
+
+def band(num_drafts: int, batch_size: int, drafts: int) -> int:
+    """The index in BANDS of a step that keeps `num_drafts` of batch_size * drafts."""
+    if not drafts:
+        return 0
+    return 1 + -(-10 * num_drafts // (batch_size * drafts))

@@ -1,0 +1,165 @@
+"""Honest probabilities: raw draft confidences turned into what verification really accepts.
+
+A draft at position k counts only if all before it were accepted, so what is calibrated is the conditional
+probability P(draft k accepted | drafts before it accepted) from its confidence; survival is their product.
+A position after the first rejection, or deeper than was verified, is unobserved and never a label
+(censoring); as the depth verified depends on the confidences alone, what is observed is unbiased.
+"""
+
+import numba
+import numpy as np
+
+from dcut.scores import check_confidences
+
+# A confidence is looked up by its floating-point bits: 32 cells an octave of c below one half and of 1 - c
+# above it, over 24 octaves each. Half a cell is 1.1 % of the odds, at most 0.3 % of a probability.
+_OCTAVES = 24
+_CELLS = 32 * _OCTAVES
+_HALF = 0x3F000000 >> 18  # top bits of 0.5 as float32
+NUM_CELLS = 2 * _CELLS
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def cell(confidence: np.float32) -> int:
+    """The look-up cell of a confidence in [0, 1], 0..NUM_CELLS - 1, rising with it."""
+    if confidence < np.float32(0.5):
+        return _near(confidence)
+    return NUM_CELLS - 1 - _near(np.float32(1.0) - confidence)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _near(x: np.float32) -> int:
+    """The cell of x in [0, 0.5], counted from 0 for everything below 2**-25."""
+    return min(max(int(np.float32(x).view(np.int32) >> 18) - (_HALF - _CELLS), 0), _CELLS - 1)
+
+
+def _log_odds() -> np.ndarray:
+    """log(c / (1 - c)) in the middle of every cell, float64 [NUM_CELLS], even around one half."""
+    bits = (np.arange(_CELLS, dtype=np.int32) + (_HALF - _CELLS) << 18) + (1 << 17)
+    below = np.log(bits.view(np.float32).astype(np.float64))
+    below -= np.log1p(-np.exp(below))
+    return np.clip(np.concatenate((below, -below[::-1])), -MAX_LOG_ODDS, MAX_LOG_ODDS)
+
+
+MAX_LOG_ODDS = 12.0  # surer than 0.999994 is no surer: float32 ends there, and drafters saturate
+LOG_ODDS = _log_odds()
+
+
+class OnlineCalibration:
+    """Learns, while serving, P(accepted | before accepted) = sigmoid(slope * log_odds(c) + bias[k]).
+
+    One slope and one bias for all positions and an offset for each, drawn to zero where a position is
+    seldom verified; at first the raw confidence itself (slope 1, bias 0). Learning is a damped Newton step
+    for every few hundred labels, with the curvature of the last `MEMORY` labels or so as its memory, so it
+    converges within some tens of steps and follows a change of domain.
+    Same model as the acceptance estimator of vLLM 0.30 (pull request 52228), which refits every 100 steps
+    without memory of the rounds before.
+    """
+
+    MEMORY = 8192  # labels
+    ROUND = 1024  # labels between two refits, once it has converged
+
+    def __init__(self, drafts: int) -> None:
+        self.slope, self.bias, self.offset = 1.0, 0.0, np.zeros(drafts)
+        self.odds = np.exp(-self.slope * LOG_ODDS)  # [NUM_CELLS], odds against acceptance at bias 0
+        self.tilt = np.exp(-self.bias - self.offset)  # [drafts], factor on them
+        self._known = np.zeros((drafts, 3))  # curvature of the labels remembered: xx, x, 1
+        self._pending = np.zeros((drafts, 6))  # of those since the last refit, with gradients and count
+        self._due = 32
+
+    def probabilities(self, confidences: np.ndarray) -> np.ndarray:
+        """P(draft k accepted | those before it accepted), float64 [batch, drafts]."""
+        return _probabilities(check_confidences(confidences), self.odds, self.tilt)
+
+    def observe(self, confidences: np.ndarray, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Learn from one verification: confidences float32 [batch, drafts], verified and accepted drafts."""
+        num_labels = _accumulate(
+            confidences, keep_depth, num_accepted, self.odds, self.tilt, LOG_ODDS, self._pending
+        )
+        if num_labels >= self._due:
+            self._due = min(2 * self._due, self.ROUND)
+            memory = np.exp(-num_labels / self.MEMORY)
+            self.slope, self.bias = _refit(
+                self.slope, self.bias, self.offset, self._known, self._pending, memory
+            )
+            self.odds = np.exp(-self.slope * LOG_ODDS)
+            self.tilt = np.exp(-self.bias - self.offset)
+
+
+@numba.njit(cache=True, nogil=True)
+def _probabilities(confidences: np.ndarray, odds: np.ndarray, tilt: np.ndarray) -> np.ndarray:
+    values = np.empty(confidences.shape)
+    for i in range(confidences.shape[0]):
+        for k in range(confidences.shape[1]):
+            values[i, k] = 1.0 / (1.0 + tilt[k] * odds[cell(confidences[i, k])])
+    return values
+
+
+@numba.njit(cache=True, nogil=True)
+def _accumulate(
+    confidences: np.ndarray,
+    keep_depth: np.ndarray,
+    num_accepted: np.ndarray,
+    odds: np.ndarray,
+    tilt: np.ndarray,
+    log_odds: np.ndarray,
+    pending: np.ndarray,
+) -> float:
+    """Add the verification's labels to `pending` [drafts, xx x 1 rx r count]; how many there are now."""
+    for i in range(len(keep_depth)):
+        accepted = num_accepted[i]
+        for k in range(min(accepted + 1, keep_depth[i])):  # the accepted and the first rejected
+            at = cell(confidences[i, k])
+            x = log_odds[at]
+            p = 1.0 / (1.0 + tilt[k] * odds[at])
+            weight = p * (1.0 - p)
+            residual = (1.0 if k < accepted else 0.0) - p
+            pending[k, 0] += weight * x * x
+            pending[k, 1] += weight * x
+            pending[k, 2] += weight
+            pending[k, 3] += residual * x
+            pending[k, 4] += residual
+            pending[k, 5] += 1.0
+    return pending[:, 5].sum()
+
+
+_TRUST = np.array([32.0, 4.0, 8.0])  # curvature of the prior: slope around 1, bias and offsets around 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _refit(
+    slope: float,
+    bias: float,
+    offset: np.ndarray,
+    known: np.ndarray,
+    pending: np.ndarray,
+    memory: float,
+) -> tuple[float, float]:
+    """One Newton step on what is pending; updates offset, known and pending, returns slope and bias.
+
+    The curvature is an arrowhead (slope and bias against one offset a position), solved by elimination.
+    """
+    new = 1.0 - memory
+    a, b, c = _TRUST[0], 0.0, _TRUST[1]
+    g, h = -new * _TRUST[0] * (slope - 1.0), -new * _TRUST[1] * bias
+    for k in range(len(offset)):
+        for j in range(3):
+            known[k, j] = memory * known[k, j] + pending[k, j]
+        xx, x, one = known[k]
+        own = one + _TRUST[2]
+        pull = pending[k, 4] - new * _TRUST[2] * offset[k]
+        a += xx - x * x / own
+        b += x - x * one / own
+        c += one - one * one / own
+        g += pending[k, 3] - x * pull / own
+        h += pending[k, 4] - one * pull / own
+    determinant = a * c - b * b
+    by_slope = (c * g - b * h) / determinant
+    by_bias = (a * h - b * g) / determinant
+    by_slope = max(by_slope, 0.05 - slope)  # acceptance never falls as confidence rises
+    for k in range(len(offset)):
+        pull = pending[k, 4] - new * _TRUST[2] * offset[k]
+        own = known[k, 2] + _TRUST[2]
+        offset[k] += (pull - known[k, 1] * by_slope - known[k, 2] * by_bias) / own
+    pending[:] = 0.0
+    return slope + by_slope, bias + by_bias
