@@ -1,10 +1,474 @@
-"""The OpenAI-compatible server around the live engine."""
+"""The OpenAI-compatible HTTP server around the live engine."""
 
-from typing import Any
+import asyncio
+import json
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
 
 from dcut.errors import InputError
+from runtime.drafter import open_drafter
+from runtime.engine import Engine
+from runtime.pair import weights
+from runtime.profiler import cached_profile
+from runtime.service import Failed, Refused, Service, Ticket, serveable
+from runtime.text import Codec, TextStream
+from runtime.verifier import TorchVerifier, open_target
+
+MAX_BODY = 4 << 20  # bytes of a request
+RETRY_AFTER_S = 1
+GRACE_S = 300  # for running requests to end after SIGTERM
+T = TypeVar("T")
 
 
-def run(**options: Any) -> None:
-    """Serve until SIGTERM."""
-    raise InputError("serving is not part of this version yet")
+# ---- requests -------------------------------------------------------------------------------------------
+
+
+def only(*values: Any) -> AfterValidator:
+    """For an option that this server knows but takes only at values that change nothing."""
+
+    def check(value: Any) -> Any:
+        if value is None or any(
+            value == v and isinstance(value, bool) == isinstance(v, bool) for v in values
+        ):
+            return value
+        allowed = " or ".join(map(json.dumps, values))
+        raise PydanticCustomError(
+            "unsupported",
+            "{value} is not supported, only {allowed}",
+            {"value": json.dumps(value), "allowed": allowed},
+        )
+
+    return AfterValidator(check)
+
+
+def not_empty(stops: str | list[str] | None) -> str | list[str] | None:
+    """Refuse the stop string that would end every text before it begins."""
+    if stops == "" or (isinstance(stops, list) and "" in stops):
+        raise PydanticCustomError("empty", "a stop string must not be empty")
+    return stops
+
+
+class Body(BaseModel):
+    """A request's JSON: exact types, and no key that is not named here."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerateBody(Body):
+    """What both kinds of completion share."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[str | list[str] | None, AfterValidator(not_empty)] = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = False  # not OpenAI's: generate on to max_tokens, as vLLM's benchmarks ask
+    user: str | None = None  # names the caller, changes nothing
+    n: Annotated[Any, only(1)] = None
+    top_p: Annotated[Any, only(1)] = None
+    top_k: Annotated[Any, only(-1, 0)] = None
+    min_p: Annotated[Any, only(0)] = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    repetition_penalty: Annotated[Any, only(1)] = None
+    logit_bias: Annotated[Any, only({})] = None
+    logprobs: Annotated[Any, only(False)] = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class CompletionBody(GenerateBody):
+    prompt: str | list[int]
+    best_of: Annotated[Any, only(1)] = None
+    echo: Annotated[Any, only(False)] = None
+    suffix: Annotated[Any, only("")] = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most; the API's own default is 16."""
+        return self.max_tokens or 16
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def plain(self) -> dict[str, str]:
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        role = "system" if self.role == "developer" else self.role  # templates do not know the newer name
+        return {"role": role, "content": text}
+
+
+class ChatBody(GenerateBody):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    top_logprobs: Annotated[Any, only(0)] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most; None: as many as the context holds."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class PolicyBody(Body):
+    policy: str
+
+
+class ApiError(Exception):
+    """An answer other than 200, in the API's own shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry: bool = False,
+    ):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.headers = {"Retry-After": str(RETRY_AFTER_S)} if retry else {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def parse(request: Request, kind: type[B]) -> B:
+    """The request's body as `kind`; ApiError 413 beyond MAX_BODY, 400 naming the option that is wrong."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise ApiError(413, f"the request is longer than {MAX_BODY} bytes")
+    try:
+        return kind.model_validate_json(bytes(body))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        message = "this server knows no such option" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(
+            400, f"{path}: {message}" if path else message, param=path.partition(".")[0] or None
+        ) from error
+
+
+# ---- answers --------------------------------------------------------------------------------------------
+
+
+class Generation:
+    """One running request and its answer in the API's words, as a whole or as a stream of chunks."""
+
+    def __init__(self, ticket: Ticket, text: TextStream, body: GenerateBody, num_prompt_tokens: int):
+        self.ticket = ticket
+        self._text = text
+        self._chat = isinstance(body, ChatBody)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._head = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    async def pieces(self) -> AsyncIterator[tuple[str, str | None]]:
+        """Text as it becomes certain; with the last piece why the generation ended."""
+        reason = None
+        while reason is None:
+            tokens, reason = await self.ticket.next()
+            piece = self._text.push(tokens)
+            if reason is not None:
+                piece += self._text.finish()
+            if self._text.stopped:
+                self.ticket.cancel()
+                reason = "stop"
+            if piece or reason:
+                yield piece, reason
+
+    async def whole(self) -> dict[str, Any]:
+        pieces = [piece async for piece in self.pieces()]
+        text, reason = "".join(text for text, _ in pieces), pieces[-1][1]
+        said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        return {**self._head, "choices": [self._choice(said, reason)], "usage": self._usage}
+
+    async def events(self, include_usage: bool) -> AsyncIterator[str]:
+        """Server-sent events: a chunk for each engine step that makes text certain, then [DONE]."""
+        head = {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
+        usage = {"usage": None} if include_usage else {}
+        role = {"role": "assistant"}
+        try:
+            async for text, reason in self.pieces():
+                said = {"delta": {**role, "content": text}} if self._chat else {"text": text}
+                yield event({**head, "choices": [self._choice(said, reason)], **usage})
+                role = {}
+            if include_usage:
+                yield event({**head, "choices": [], "usage": self._usage})
+            yield "data: [DONE]\n\n"
+        except Failed as error:
+            yield event(ApiError(500, str(error)).body)
+
+    @staticmethod
+    def _choice(said: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+
+    @property
+    def _usage(self) -> dict[str, int]:
+        prompt, output = self._num_prompt_tokens, self._text.num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def event(data: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A generation's events; its place is freed however the response ends."""
+
+    def __init__(self, generation: Generation, include_usage: bool):
+        super().__init__(generation.events(include_usage), media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.ticket.cancel()
+
+
+async def whole_unless_gone(request: Request, generation: Generation) -> Response:
+    """The whole answer; a client that goes away before frees the place."""
+    answer = asyncio.ensure_future(generation.whole())
+    gone = asyncio.ensure_future(request.receive())  # the body is read: only a disconnect can come
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(answer.result()) if answer.done() else Response(status_code=499)
+    except Failed as error:
+        raise ApiError(500, str(error)) from error
+    finally:
+        answer.cancel()
+        gone.cancel()
+        generation.ticket.cancel()
+
+
+# ---- the application ------------------------------------------------------------------------------------
+
+
+def create_app(service: Service, codec: Codec, model: str, api_key: str | None = None) -> FastAPI:
+    """The HTTP application over a service.
+
+    model: the name that clients ask for. api_key: what clients must show under /v1, None for no check;
+    without one the policy cannot be changed from outside.
+    """
+
+    def authorize(request: Request) -> None:
+        shown = request.headers.get("Authorization", "").encode("latin-1")  # the header's bytes
+        if api_key is not None and not secrets.compare_digest(shown, f"Bearer {api_key}".encode()):
+            raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+
+    async def answer(request: Request, body: GenerateBody, prompt: list[int], limit: int | None) -> Response:
+        """Check what only the model can tell, take a place, and answer as a whole or as a stream."""
+        service.check_ready()
+        if body.model != model:
+            message = f"there is no model {body.model!r}, this server has {model!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        if outside := [token for token in prompt if not 0 <= token < codec.vocab_size]:
+            raise ApiError(400, f"prompt: token {outside[0]} is outside the vocabulary", param="prompt")
+        if not prompt:
+            raise ApiError(400, "the prompt is empty", param="prompt")
+        room = service.max_context - len(prompt)
+        if (limit or 1) > room:
+            message = (
+                f"{len(prompt)} tokens of prompt and {limit or 1} of output are more than the "
+                f"{service.max_context} tokens of this model's context"
+            )
+            raise ApiError(400, message, code="context_length_exceeded", param="prompt")
+        temperature = 1.0 if body.temperature is None else body.temperature
+        ticket = service.submit(prompt, limit or room, temperature, body.seed, bool(body.ignore_eos))
+        generation = Generation(ticket, TextStream(codec, body.stops), body, len(prompt))
+        if body.stream:
+            return EventStream(generation, bool(body.stream_options and body.stream_options.include_usage))
+        return await whole_unless_gone(request, generation)
+
+    started = int(time.time())
+    api = APIRouter(prefix="/v1", dependencies=[Depends(authorize)])
+
+    @api.get("/models")
+    def models() -> dict[str, Any]:
+        card = {"id": model, "object": "model", "created": started, "owned_by": "dcut"}
+        return {"object": "list", "data": [card]}
+
+    @api.post("/completions")
+    async def completions(request: Request) -> Response:
+        body = await parse(request, CompletionBody)
+        prompt = codec.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        return await answer(request, body, prompt, body.limit)
+
+    @api.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await parse(request, ChatBody)
+        prompt = codec.encode_chat([message.plain for message in body.messages])
+        return await answer(request, body, prompt, body.limit)
+
+    @api.get("/policy")
+    def policy() -> dict[str, str]:
+        return {"policy": service.policy}
+
+    @api.post("/policy")
+    async def change_policy(request: Request) -> dict[str, str]:
+        if api_key is None:
+            raise ApiError(403, "the policy can be changed only on a server that was started with --api-key")
+        body = await parse(request, PolicyBody)
+        service.change_policy(body.policy)
+        return {"policy": service.policy}
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(api)
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        service.check_ready()
+        return {"status": "ready"}
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(service.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(ApiError)
+    def api_error(request: Request, error: ApiError) -> Response:
+        return error.response
+
+    @app.exception_handler(InputError)
+    def input_error(request: Request, error: InputError) -> Response:
+        return ApiError(400, str(error)).response
+
+    @app.exception_handler(Refused)
+    def refused(request: Request, error: Refused) -> Response:
+        return ApiError(503, str(error), retry=True).response
+
+    @app.exception_handler(HTTPException)
+    def http_error(request: Request, error: HTTPException) -> Response:
+        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response
+
+    @app.exception_handler(Exception)
+    def unexpected(request: Request, error: Exception) -> Response:
+        return ApiError(500, "the server failed to answer; see its log").response
+
+    return app
+
+
+# ---- the process ----------------------------------------------------------------------------------------
+
+
+def run(
+    target: Path | None,
+    drafter: str | None,
+    policy: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    record: Path | None,
+    max_batch_size: int,
+    max_waiting: int,
+    max_context: int,
+    device: str,
+    dtype: str | None,
+) -> None:
+    """Serve until SIGTERM, then finish what runs; the options are those of dcut.runtime.serve.
+
+    Raises InputError or OSError where the models, the policy or the address cannot be used.
+    """
+    directory = target or weights.path("target")
+    model = target.name if target else "tiny-pair"
+    serveable(policy)
+    codec = Codec.load(directory)
+
+    def build() -> Engine:
+        lm = open_target(directory, device, dtype or ("float32" if device == "cpu" else "bfloat16"))
+        num_tokens = min(max_context, lm.config.max_position_embeddings)
+        drafts = open_drafter(drafter or weights.path("dflash16"), lm, max_batch_size, num_tokens)
+        verifier = TorchVerifier(lm, max_batch_size, num_tokens, drafts.taps)
+        measured = cached_profile(verifier, drafts, prompts(codec), min(256, num_tokens // 2), progress=True)
+        print(f"{measured}; ready", flush=True)
+        return Engine(verifier, drafts, serveable(policy), measured.cost)
+
+    with listen(host, port) as listener:
+        place = f"[{host}]" if ":" in host else host
+        print(f"{model} on http://{place}:{listener.getsockname()[1]}, policy {policy}", flush=True)
+        service = Service(build, policy, max_waiting)
+        serve(service, create_app(service, codec, model, api_key), listener)
+
+
+def prompts(codec: Codec) -> list[list[int]]:
+    """The built-in prompts in a model's tokens, to measure its steps with."""
+    lines = weights.PROMPTS.read_text("utf-8").splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines]
+    return [codec.encode(text) for text in texts]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything slow is done; OSError where the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on port {port}: {error.strerror}", host) from error
+
+
+def serve(service: Service, app: FastAPI, listener: socket.socket) -> None:
+    """Run the service and its application until SIGTERM, SIGINT or the engine's end; finish what runs.
+
+    Raises what broke the engine, KeyboardInterrupt after SIGINT.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE_S
+    )
+    server = uvicorn.Server(config)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # uvicorn has its own handler while it runs, and raises the signal once more after that.
+    signal.signal(signal.SIGTERM, stop)
+    service.start(on_end=stop)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        service.close()
