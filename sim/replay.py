@@ -54,7 +54,7 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
                 f"ask for {batch_size} or more"
             )
     rows, tables = [], []
-    with results.new_directory(config.out) if config.out else nullcontext() as directory:
+    with nullcontext() if config.out is None else results.new_directory(config.out) as directory:
         for batch_size in batch_sizes:
             num_requests = config.requests or default_requests(trace, batch_size)
             order = request_order(trace, num_requests, config.seed)
@@ -77,9 +77,9 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
                     "sim_steps_per_s": runs[name].steps_per_s,
                 }
                 rows.append({"policy": name, "batch_size": batch_size, **figures, **speed})
-                if directory:
+                if directory is not None:
                     tables.append(results.tables(runs[name], trace))
-        if directory:
+        if directory is not None:
             about = {"engine": "sim", "trace": config.trace, "cost": config.cost, "seed": config.seed}
             results.write(directory, rows, tables, cost, {**trace.meta, **about})
     return rows
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", metavar="DIR", help="write runs, steps and requests there")
     parser.add_argument("--json", action="store_true", help="one JSON list on stdout and nothing else")
     args = parser.parse_args()
-    if args.decisions and not args.out:
+    if args.decisions and args.out is None:
         raise InputError("--decisions keeps them in the results directory: name it with --out DIR")
     config = Config(
         trace=args.trace,
@@ -175,7 +175,7 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         return
     print(_table(rows))
-    if config.out:
+    if config.out is not None:
         print(f"results in {config.out}")
 
 

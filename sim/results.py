@@ -1,10 +1,8 @@
 """What a replay leaves behind: the figures of each run, and a directory in the trace's own columns."""
 
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,12 @@ import numpy as np
 import polars as pl
 
 from dcut.cost import CostTable
-from dcut.errors import InputError
 from sim.engine import Run
 from traces.schema import DECISIONS, REQUESTS, STEPS, Trace
-from traces.store import read_directory, write_directory
+from traces.store import read_directory, whole_directory, write_directory
 
 RUNS = "replays"  # the kind of a results directory; each run inside it is of the kind "replay"
+_FILES = ("runs.parquet", "cost.json")
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -57,9 +55,9 @@ def tables(run: Run, trace: Trace) -> dict[str, pl.DataFrame]:
     largest id + 1, so ids are unique. requests has one more column, finish_s; its arrival_s is the moment
     of admission. select_s is 0: a replay does not charge the policy's own time.
     """
-    number = np.arange(len(run.order)) // len(trace.requests)
+    passes = np.arange(len(run.order)) // len(trace.requests)
     ids = trace.requests["request_id"].to_numpy()
-    request_id = ids[run.order] + number * (ids.max() + 1)
+    request_id = ids[run.order] + passes * (ids.max() + 1)
     rows = run.steps
     labels = np.array(run.labels)
     columns = {name: rows[name] for name in rows.dtype.names or ()}
@@ -92,33 +90,13 @@ def run_name(policy: str, batch_size: int) -> str:
     return f"{re.sub(r'[^A-Za-z0-9.=]+', '_', policy)}-{batch_size}"
 
 
-@contextmanager
-def new_directory(path: str | Path) -> Iterator[Path]:
-    """A fresh directory beside `path` that takes its place when the block ends without an error.
+def new_directory(path: str | Path) -> AbstractContextManager[Path]:
+    """A fresh directory for `write` to fill, which becomes `path` when the block ends without an error.
 
-    Raises InputError where `path` is not empty and not a results directory, OSError where it cannot be
-    written: before the block, so before the work.
+    Raises InputError where `path` is not free, empty or wholly written by `write`, and OSError where it
+    cannot be written: both before the block, so before the work.
     """
-    path = Path(path).absolute()
-    _check_replaceable(path)
-    made = [parent for parent in path.parents if not parent.exists()]
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    old = part.with_suffix(".old")
-    try:
-        part.mkdir(parents=True)
-        yield part
-        if path.exists():
-            path.rename(old)
-        part.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        if old.exists() and not path.exists():
-            old.rename(path)
-        for parent in made:
-            if parent.exists() and not any(parent.iterdir()):
-                parent.rmdir()
-        raise
+    return whole_directory(path, lambda old: [*_FILES, *read_directory(old, RUNS)[0]["runs"]])
 
 
 def write(
@@ -143,20 +121,3 @@ def write(
     for name, row, found in zip(names, rows, runs, strict=True):
         chosen = {key: row[key] for key in ("policy", "batch_size")}
         write_directory(directory / name, "replay", {**meta, **chosen}, found, {})
-
-
-def _check_replaceable(path: Path) -> None:
-    """Raise InputError unless `path` is free, an empty directory, or wholly written by `write`."""
-    if not path.exists() and not path.is_symlink():
-        return
-    if not path.is_dir() or path.is_symlink():
-        raise InputError(f"{path} exists and is not a directory: give another place")
-    found = {entry.name for entry in path.iterdir()}
-    if not found:
-        return
-    try:
-        meta, _, _ = read_directory(path, RUNS)
-    except InputError as error:
-        raise InputError(f"{path} exists and is not a results directory ({error}): give another") from error
-    if foreign := sorted(found - {"meta.json", "runs.parquet", "cost.json", *meta["runs"]}):
-        raise InputError(f"{path} also holds {foreign[0]}, which no replay wrote: give another place")

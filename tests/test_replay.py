@@ -192,7 +192,7 @@ def test_a_directory_with_other_things_is_left_alone(console: Console, trace: st
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     code, _, err = console("--trace", trace, "--out", tmp_path)
     assert code == 2
-    assert "not a results directory" in err
+    assert "notes.txt" in err
     results = tmp_path / "results"
     assert console("--trace", trace, "--batch-size", 2, "--policy", "full", "--out", results)[0] == 0
     (results / "notes.txt").write_text("mine", encoding="utf-8")
@@ -217,7 +217,9 @@ def test_a_directory_with_other_things_is_left_alone(console: Console, trace: st
         (("--policy", ""), "no policy named"),
         (("--cost", "absent.csv"), "absent.csv"),
         (("--decisions",), "--out DIR"),
-        (("--out", "/dev/null/results"), "/dev/null"),
+        (("--out", "/dev/null/results"), "Not a directory"),
+        (("--out", "/dev/null"), "/dev/null exists and is not a directory"),
+        (("--out", ""), "give another place"),
         (("--trace", "absent"), "no trace 'absent'"),
     ],
 )
