@@ -112,8 +112,8 @@ class Drafter(Protocol):
         """Forget what waits for a slot whose request is gone."""
         ...
 
-    def fork(self, source: int, slots: np.ndarray) -> None:
-        """Make `slots` know what slot `source` knows."""
+    def fork(self, source: int, slots: np.ndarray, length: int) -> None:
+        """Make `slots` know what slot `source` knows of its first `length` tokens."""
         ...
 
 
@@ -143,9 +143,9 @@ class _ModelDrafter:
     def release(self, slot: int) -> None:
         self.waiting = [seen.take(np.flatnonzero(seen.slots != slot)) for seen in self.waiting]
 
-    def fork(self, source: int, slots: np.ndarray) -> None:
+    def fork(self, source: int, slots: np.ndarray, length: int) -> None:
         self._catch_up()
-        self.cache.copy(source, slots)
+        self.cache.copy(source, slots, length)
 
     def _catch_up(self) -> None:
         """Take in what waits."""
@@ -225,9 +225,9 @@ class HeadDrafter(_ModelDrafter):
         embedded = self.target.embed(self._ids(tokens))
         return self.model(embedded, state, self._ids(rows.positions), self.cache.attend(rows))
 
-    def fork(self, source: int, slots: np.ndarray) -> None:
-        super().fork(source, slots)
-        self.states[slots] = self.states[source].clone()
+    def fork(self, source: int, slots: np.ndarray, length: int) -> None:
+        super().fork(source, slots, length)
+        self.states[slots, :length] = self.states[source, :length].clone()
 
     @torch.inference_mode()
     def draft(
@@ -313,8 +313,8 @@ class NGramDrafter:
     def release(self, slot: int) -> None:
         pass
 
-    def fork(self, source: int, slots: np.ndarray) -> None:
-        self.texts[slots] = self.texts[source]
+    def fork(self, source: int, slots: np.ndarray, length: int) -> None:
+        self.texts[slots, :length] = self.texts[source, :length]
 
     def draft(
         self,

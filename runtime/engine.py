@@ -107,7 +107,7 @@ class Engine:
 
     The order within the batch decides ties: a newcomer takes the place of the first request that finished,
     and the places that stay empty close up. An admitted request is prefilled, which yields its first token,
-    and decodes in the same step. `policy` may be changed between steps; `cancel` takes effect at the next.
+    and decodes in the same step. `policy` may be set between steps; setting it makes it forget.
     `sample_drafts` draws drafts at a request's temperature instead of proposing the likeliest token.
     """
 
@@ -128,7 +128,8 @@ class Engine:
             raise InputError(f"batch size {max_batch_size} is outside 1..{verifier.num_slots}, the slots")
         if sample_drafts and not drafter.parallel:
             raise InputError("drafts can be sampled only from a block drafter: choose the likeliest instead")
-        self.verifier, self.drafter, self.policy, self.cost = verifier, drafter, policy, cost
+        self.verifier, self.drafter, self.cost = verifier, drafter, cost
+        self.policy = policy
         self.seed, self.sample_drafts, self.clock = seed, sample_drafts, clock
         self.waiting: deque[Request] = deque()
         self.batch: list[Running] = []
@@ -138,14 +139,20 @@ class Engine:
     # ---- what a caller does -----------------------------------------------------------------------------
 
     @property
-    def max_context(self) -> int:
-        """Tokens of a prompt and its output at most."""
-        return self.verifier.max_tokens - self.drafter.draft_length
+    def policy(self) -> BudgetPolicy:
+        """What decides from the next step on. Raises InputError for an oracle, which nobody can feed."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: BudgetPolicy) -> None:
+        if policy.sees != "confidences":
+            raise InputError(f"{type(policy).__name__} must know the future: only a replay can run it")
+        self._policy = policy.start()
 
     @property
-    def draft_length(self) -> int:
-        """Drafts of a request in one step at most."""
-        return self.drafter.draft_length
+    def max_context(self) -> int:
+        """Tokens of a prompt and its output at most."""
+        return self.verifier.max_tokens - self.draft_length
 
     @property
     def busy(self) -> bool:
@@ -194,6 +201,9 @@ class Engine:
         request_id = np.array([r.request.request_id for r in self.batch])
         position = np.array([len(r.output) - 1 for r in self.batch])
         emissions = self.emit(drafts, verified)
+        step_s = self.clock() - start_s
+        if self.policy.learns:
+            self.policy.observe(selection.keep_depth, verified.num_accepted, step_s)
         return Step(
             start_s=start_s,
             prefill_tokens=prefill_tokens,
@@ -202,7 +212,7 @@ class Engine:
             draft_s=drafted_s - start_s if drafts.tokens.size else 0.0,
             select_s=selected_s - drafted_s,
             verify_s=verified_s - selected_s,
-            step_s=self.clock() - start_s,
+            step_s=step_s,
             graph_tokens=self.verifier.graph_tokens(verified.rows),
             request_id=request_id,
             position=position,
@@ -245,7 +255,7 @@ class Engine:
 
     def draft(self, slots: np.ndarray, lengths: np.ndarray, anchors: np.ndarray) -> Drafts:
         """As many drafts as the policy asks for; none lets the drafter rest: a plain decoding step."""
-        width = self.policy.draft_length(len(slots), self.drafter.draft_length)
+        width = self.policy.draft_length(len(slots), self.draft_length, self.cost)
         if width == 0:
             return Drafts.none(len(slots))
         chance = _chance(self.batch, width) if self.sample_drafts else (None, None)

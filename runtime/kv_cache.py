@@ -1,6 +1,5 @@
 """Keys and values of the running requests by slot, and attention over them for rows of any raggedness."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -59,8 +58,8 @@ class KVCache(Protocol):
         """Store keys and values [rows, kv_heads, head_dim] without looking at them."""
         ...
 
-    def copy(self, source: int, slots: Sequence[int] | np.ndarray) -> None:
-        """Make `slots` repeat the contents of slot `source`."""
+    def copy(self, source: int, slots: np.ndarray, length: int) -> None:
+        """Make `slots` repeat the first `length` tokens of slot `source`."""
         ...
 
 
@@ -100,9 +99,9 @@ class RaggedCache:
     def write(self, layer: int, rows: Rows, k: Tensor, v: Tensor) -> None:
         _store(_packed(k), _packed(v), self.keys[layer], self.values[layer], rows.slots, rows.positions)
 
-    def copy(self, source: int, slots: Sequence[int] | np.ndarray) -> None:
-        self.keys[:, slots] = self.keys[:, source, None]
-        self.values[:, slots] = self.values[:, source, None]
+    def copy(self, source: int, slots: np.ndarray, length: int) -> None:
+        self.keys[:, slots, :, :, :length] = self.keys[:, source, None, :, :, :length]
+        self.values[:, slots, :, :length] = self.values[:, source, None, :, :length]
 
 
 def _packed(x: Tensor) -> np.ndarray:
@@ -238,9 +237,9 @@ class GridCache:
         self.keys[layer][slots, :, positions] = k
         self.values[layer][slots, :, positions] = v
 
-    def copy(self, source: int, slots: Sequence[int] | np.ndarray) -> None:
-        self.keys[:, slots] = self.keys[:, source, None]
-        self.values[:, slots] = self.values[:, source, None]
+    def copy(self, source: int, slots: np.ndarray, length: int) -> None:
+        self.keys[:, slots, :, :length] = self.keys[:, source, None, :, :length]
+        self.values[:, slots, :, :length] = self.values[:, source, None, :, :length]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,11 @@ class Codec:
         """Tokens of plain text, with whatever the tokenizer itself puts around it."""
         return self.tokenizer.encode(text).ids
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of a conversation up to where the assistant speaks.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dcut.errors import InputError
-from runtime.drafter import Drafts, draw
+from runtime.drafter import Drafter, Drafts, draw, open_drafter
 from runtime.kv_cache import Rows, make_cache
 from runtime.models import CausalLM, load_target
 
@@ -139,3 +139,23 @@ def open_target(directory: str | Path, device: str = "cpu", dtype: str = "float3
         return load_target(Path(directory), device, DTYPES[dtype])
     except (ValueError, FileNotFoundError, KeyError, RuntimeError) as error:
         raise InputError(f"target {directory}: {error}") from error
+
+
+def open_pair(
+    target: str | Path,
+    drafter: str | Path,
+    num_slots: int,
+    max_context: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+    draft_length: int | None = None,
+) -> tuple[TorchVerifier, Drafter]:
+    """A target and its drafter, ready for an engine of up to `num_slots` requests of `max_context` tokens.
+
+    drafter: a directory or "ngram"; draft_length: see `runtime.drafter.open_drafter`. Raises InputError on
+    directories that hold no models of a kind that is known, or that do not fit.
+    """
+    model = open_target(target, device, dtype)
+    proposer = open_drafter(drafter, model, num_slots, max_context, draft_length)
+    room = max_context + proposer.draft_length
+    return TorchVerifier(model, num_slots, room, proposer.taps), proposer

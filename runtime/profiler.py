@@ -1,0 +1,226 @@
+"""Measures what a step costs at start-up, by running the engine's own steps, and notices when it changed."""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from dcut.cost import CostTable, Sample
+from dcut.policies import BudgetPolicy, Fixed, Off
+from runtime.drafter import Drafter
+from runtime.engine import Engine, Request, Running, Step
+from runtime.verifier import TorchVerifier
+
+TOLERANCE = 0.2  # a step time this far from the profile, on the median, is worth saying
+TOKENS_A_REQUEST = (2, 4, 8, 12, 16)  # beside 1, which is the plain step
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A measured cost table and how it came about."""
+
+    cost: CostTable
+    spread: float  # interquartile range over the median of a point, on the median over the points
+    measured_s: float
+    cached: bool = False
+
+    def __str__(self) -> str:
+        origin = "from the cache" if self.cached else f"measured in {self.measured_s:.0f} s"
+        return f"cost profile {origin}, spread {self.spread:.1%}"
+
+
+def profile(
+    verifier: TorchVerifier,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    context: int,
+    batch_sizes: Sequence[int] | None = None,
+    budget_s: float = 30.0,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: bool = False,
+) -> Profile:
+    """Time the step of plain decoding, of the drafter and of the target, over (batch, tokens a request).
+
+    A verify time is all of a step but the drafter: the target's pass, acceptance and the engine's own work.
+    prompts: texts as the run will see them, repeated or cut to `context` tokens, so that drafts are accepted
+    as usual and the drafter has as much to catch up with. batch_sizes: powers of two up to the verifier's
+    slots unless given. Every point is measured in turn, round after round, until `budget_s` of real time is
+    spent, at least twice each; the table takes medians. Raises InputError where `context` has no room.
+    """
+    began = time.perf_counter()
+    sizes = list(batch_sizes or _powers(verifier.num_slots))
+    depths = sorted({min(n - 1, drafter.draft_length) for n in TOKENS_A_REQUEST})
+    policies = [Off(), *(Fixed(depth) for depth in depths)]
+    engine = Engine(verifier, drafter, Off(), max_batch_size=max(sizes), clock=clock)
+    times: dict[tuple[str, int, int | None], list[float]] = {}
+    contexts: list[float] = []
+
+    # The slope over the context: the fullest batch at a middling depth, at half the context.
+    batch, middle = _fill(engine, prompts, context // 2), Fixed(depths[len(depths) // 2])
+    shorter = [_twice(engine, batch, middle)[1] for _ in range(5)]
+    _empty(engine, batch)
+    batch = _fill(engine, prompts, context)
+    longer = [_twice(engine, batch, middle)[1] for _ in range(5)]
+    rise_s = median(s.step_s - s.draft_s for s in longer) - median(s.step_s - s.draft_s for s in shorter)
+    slope_s = rise_s / (median(s.context_tokens for s in longer) - median(s.context_tokens for s in shorter))
+
+    with tqdm(
+        total=round(budget_s), desc="profiling", unit="s", leave=False, disable=None if progress else True
+    ) as bar:
+        num_rounds = 0
+        while num_rounds < 2 or (time.perf_counter() - began) * (1 + 1 / num_rounds) < budget_s:
+            for size in sizes:
+                for policy in policies:
+                    first, second = _twice(engine, batch[:size], policy)
+                    contexts.append(second.context_tokens / size)
+                    if isinstance(policy, Off):
+                        times.setdefault(("plain", size, None), []).append(second.step_s)
+                        continue
+                    times.setdefault(("draft", size, None), []).append(second.draft_s)
+                    verify_s = times.setdefault(("verify", size, second.selection.num_verify_tokens), [])
+                    verify_s += [first.step_s - first.draft_s, second.step_s - second.draft_s]
+                bar.update(max(0, min(round(time.perf_counter() - began), bar.total) - bar.n))
+            num_rounds += 1
+    _empty(engine, batch)
+    samples = [Sample(*key, median(found)) for key, found in times.items()]
+    options = {"context_token_s": max(0.0, slope_s), "context_per_request": float(np.mean(contexts))}
+    spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
+    cost = CostTable.from_samples(samples, **options)
+    return Profile(cost, median(spreads), time.perf_counter() - began)
+
+
+def cached_profile(
+    verifier: TorchVerifier,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    context: int,
+    directory: Path | None = None,
+    **options: Any,
+) -> Profile:
+    """`profile`, or what it measured before for the same models, device, dtype, versions and context.
+
+    directory: of the cache; the user's own unless given. The context counts in steps of 32 tokens.
+    """
+    about = {
+        "target": repr(verifier.model.config),
+        "drafter": [type(drafter).__name__, drafter.draft_length, repr(getattr(drafter, "model", None))],
+        "device": device_name(verifier.device),
+        "dtype": str(verifier.model.lm_head.weight.dtype),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("dcut", "torch", "numba")},
+        "slots": verifier.num_slots,
+        "context": round(context / 32),
+        "options": repr(sorted((k, v) for k, v in options.items() if k not in ("progress", "budget_s"))),
+    }
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    file = (directory or cache_directory()) / f"{digest}.json"
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return Profile(CostTable.from_dict(found["cost"]), found["spread"], found["measured_s"], cached=True)
+    fresh = profile(verifier, drafter, prompts, context, **options)
+    document = {
+        "about": about,
+        "spread": fresh.spread,
+        "measured_s": fresh.measured_s,
+        "cost": fresh.cost.to_dict(),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
+    return fresh
+
+
+def cache_directory() -> Path:
+    """Where profiles are kept: dcut/profiles in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcut" / "profiles"
+
+
+class Drift:
+    """How far recent steps are from their profile: the median of measured over expected step time."""
+
+    def __init__(self, cost: CostTable, window: int = 64) -> None:
+        self.cost = cost
+        self.ratios: deque[float] = deque(maxlen=window)
+
+    def add(self, step: Step) -> None:
+        """Take one more step into account; empty ones do not count."""
+        batch, tokens = len(step.request_id), step.selection.num_verify_tokens
+        if not batch:
+            return
+        if step.draft_s:
+            expected_s = self.cost.draft_seconds(batch, extrapolate=True)
+            expected_s += self.cost.seconds(batch, tokens, step.context_tokens, extrapolate=True)
+        else:
+            expected_s = self.cost.plain_seconds(batch, step.context_tokens, extrapolate=True)
+        self.ratios.append(step.step_s / expected_s)
+
+    @property
+    def ratio(self) -> float:
+        """Measured over expected; 1 before the first step."""
+        return median(self.ratios) if self.ratios else 1.0
+
+    def __str__(self) -> str:
+        """One line where the profile no longer fits, else nothing."""
+        if abs(self.ratio - 1) <= TOLERANCE:
+            return ""
+        return f"the cost profile no longer fits: steps take {self.ratio:.2f} times what it says"
+
+
+def _fill(engine: Engine, prompts: Sequence[Sequence[int]], length: int) -> list[Running]:
+    """Admit as many requests as fit, each with a prompt of `length` tokens and room for two steps."""
+    for i in range(engine.max_batch_size):
+        prompt = list(prompts[i % len(prompts)])
+        prompt = (prompt * -(-length // len(prompt)))[-length:]
+        room = 2 * (engine.drafter.draft_length + 1) + 2
+        engine.add(Request(i, prompt, room, stop_token_ids=()))
+    engine.admit()
+    return list(engine.batch)
+
+
+def _empty(engine: Engine, batch: list[Running]) -> None:
+    engine.batch = batch
+    for running in batch:
+        engine.cancel(running.request.request_id)
+    engine.admit()
+
+
+def _twice(engine: Engine, batch: list[Running], policy: BudgetPolicy) -> tuple[Step, Step]:
+    """Two steps from the end of the prompts; before the second, the drafter has tokens to catch up with."""
+    engine.batch, engine.policy = list(batch), policy
+    for running in batch:
+        del running.output[1:]
+        engine.drafter.release(running.slot)
+    first, second = engine.step(), engine.step()
+    assert first, "the batch is not empty"
+    assert second, "two steps end no request"
+    return first, second
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n < most] + [most]
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, or of the machine's processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+
+
+def _processor() -> str:
+    """The processor's name where the system tells it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    named = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
