@@ -92,6 +92,14 @@ def request_order(trace: Trace, num_requests: int, seed: int) -> np.ndarray:
     return np.concatenate(passes)[:num_requests]
 
 
+def acceptance_lengths(trace: Trace) -> np.ndarray:
+    """Tokens a request and step over the whole trace when k drafts are verified, float64 [draft_length + 1]."""
+    arrays = trace.arrays
+    steps = np.zeros(trace.draft_length + 1, np.int64)
+    _count_steps(arrays.first_row, arrays.output_tokens, arrays.num_accepted, steps)
+    return (arrays.output_tokens - 1).sum() / np.maximum(steps, 1)
+
+
 def _visible(anchors: Anchors, policy: BudgetPolicy) -> np.ndarray:
     """What the policy sees of every anchor as its confidences, float32 [rows, draft_length]."""
     if policy.sees == "num_accepted":
@@ -135,7 +143,8 @@ class Engine:
         """
         cost.check_batch_size(batch_size)
         arrays = trace.arrays
-        self.policy, self.cost, self.batch_size, self.order = policy.start(), cost, batch_size, order
+        policy = policy.tuned(lambda: acceptance_lengths(trace), cost).start()
+        self.policy, self.cost, self.batch_size, self.order = policy, cost, batch_size, order
         self.draft_length = trace.draft_length
         self.acceptable = arrays.num_accepted.astype(np.int16)  # small, so that it stays in the cache
         self.visible = _visible(arrays, policy)
@@ -297,6 +306,19 @@ class Engine:
             self.policy.observe(selection.keep_depth, self.accepted[:batch], draft_s + verify_s)
         self.num_steps += 1
         self.num_decisions += batch if self.record_decisions else 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_steps(
+    first_row: np.ndarray, output_tokens: np.ndarray, num_accepted: np.ndarray, steps: np.ndarray
+) -> None:
+    """Fill steps[k]: how many the trace's requests take together when k drafts are verified."""
+    for k in range(len(steps)):
+        for r in range(len(first_row)):
+            at = 0
+            while at < output_tokens[r] - 1:
+                at += min(num_accepted[first_row[r] + at], k) + 1
+                steps[k] += 1
 
 
 @numba.njit(cache=True, nogil=True)

@@ -87,7 +87,7 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
 
 def default_requests(trace: Trace, batch_size: int) -> int:
     """Requests enough for a throughput within about 1 % from seed to seed, in about a second."""
-    return max(16 * batch_size, round(150_000 / trace.arrays.output_tokens.mean()))
+    return max(16 * batch_size, round(100_000 / trace.arrays.output_tokens.mean()))
 
 
 def _measured_batch_sizes(cost: CostTable) -> list[int]:
