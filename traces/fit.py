@@ -25,6 +25,7 @@ _SPREADS = np.log([0.5, 0.5, 1.5, 1.5])
 _SLOPE_WIDTH = 0.1
 _SHARE_WIDTH = 0.01  # how closely a retention is met, against those assumptions
 _MOST_ITERATIONS = 20
+_NUM_STEPS = 16_384  # behind every figure while fitting; more where batches are large
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def fit(figures: Figures, progress: Callable[[], object] = lambda: None) -> Acce
     Retentions are met by least squares over the spreads; what they leave open is decided by mild assumptions
     about them. Deterministic: the same draws serve every try. progress is called once a try.
     """
-    num_each = max(64 * figures.batch_size, 16_384) // len(DOMAINS)
+    num_each = max(64 * figures.batch_size, _NUM_STEPS) // len(DOMAINS)
     draws = stratified(num_each, figures.draft_length)
     asked = np.array([share for _, share in (*figures.retention, *figures.uniform_retention)])
     start = _SPREADS if figures.acceptance_per_position else np.append(_SPREADS, 0.0)
