@@ -79,12 +79,13 @@ def test_a_uniform_cut_is_met() -> None:
     assert (1 + np.minimum(found, 1)).sum() / (1 + found).sum() == pytest.approx(share, abs=0.01)
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_built_in_processes_are_what_their_figures_fit_to() -> None:
     stored = json.loads((BUILTIN / "h20-qwen3-8b" / "process.json").read_text())
     figures = Figures(**stored["figures"])
     again, shipped = fit.fit(figures), AcceptanceProcess(**stored["process"])
     for one, other in zip(fit.compare(again, figures), fit.compare(shipped, figures), strict=True):
-        assert one.got == pytest.approx(other.got, abs=0.003)
+        assert one.got == pytest.approx(other.got, abs=0.01)
     for folder in ("h20-qwen3-8b", "h20-allocation"):
         stored = json.loads((BUILTIN / folder / "process.json").read_text())
         for line in fit.compare(AcceptanceProcess(**stored["process"]), Figures(**stored["figures"])):

@@ -94,7 +94,7 @@ def write_directory(
     """
     with whole_directory(path, lambda old: _read_json(old / "meta.json", "")["sha256"]) as part:
         for name, table in tables.items():
-            table.write_parquet(part / f"{name}.parquet", compression="zstd", compression_level=9)
+            table.write_parquet(part / f"{name}.parquet", compression="zstd")
         for name, document in documents.items():
             _write_json(part / f"{name}.json", document)
         ledger = {
@@ -122,7 +122,10 @@ def whole_directory(path: str | Path, written: Callable[[Path], Iterable[str]]) 
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     old = part.with_suffix(".old")
     try:
-        part.mkdir(parents=True)
+        try:
+            part.mkdir(parents=True)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         yield part
         if replaced:
             path.rename(old)
