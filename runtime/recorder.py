@@ -28,7 +28,7 @@ from runtime.profiler import Drift, cached_profile, device_name
 from runtime.text import Codec
 from runtime.verifier import TorchVerifier, open_pair
 from traces.schema import DECISIONS, REQUESTS, STEPS, Trace, anchors_schema
-from traces.store import load, save
+from traces.store import load, save, write_directory
 
 PROFILED = 32  # requests a step at least that the cost table covers
 SLOTS = 32  # anchors of one text that the dense pass drafts from at once
@@ -76,17 +76,27 @@ class Log:
             self.steps.append((step._replace(start_s=self.now_s), label))
             self.now_s += step.step_s
 
-    def drain(self) -> tuple[list[Recorded], dict[str, pl.DataFrame]]:
-        """What finished since the last call, and the tables requests, steps and decisions of that time."""
+    def end(self, request_id: int, finish_reason: str) -> None:
+        """Close a request that the engine was told to drop: with what it has emitted, if that is anything."""
+        recorded = self.under_way.pop(request_id, None)
+        if recorded and recorded.output:
+            recorded.finish_reason = finish_reason
+            self.finished.append(recorded)
+
+    def tables(self) -> dict[str, pl.DataFrame]:
+        """The requests that finished, and all steps and decisions since the last `clear`."""
         numbered = list(enumerate(self.steps, self.num_steps))
-        finished, self.finished, self.steps = self.finished, [], []
-        self.num_steps += len(numbered)
         decisions = [_decision_rows(i, step) for i, (step, _) in numbered]
-        return finished, {
-            "requests": pl.DataFrame([_request_row(r) for r in finished], schema=REQUESTS),
+        return {
+            "requests": pl.DataFrame([_request_row(r) for r in self.finished], schema=REQUESTS),
             "steps": pl.DataFrame([_step_row(i, *s) for i, s in numbered], schema=STEPS),
             "decisions": pl.concat([pl.DataFrame(schema=DECISIONS), *decisions]),
         }
+
+    def clear(self) -> None:
+        """Forget what `tables` tells."""
+        self.num_steps += len(self.steps)
+        self.finished, self.steps = [], []
 
 
 class DensePass:
@@ -107,7 +117,7 @@ class DensePass:
         self.drafter, self.temperature, self.seed = drafter, temperature, seed
 
     def anchors(self, texts: Sequence[Recorded]) -> list[pl.DataFrame]:
-        """The rows of anchors.parquet of each text: one for each output position but the last."""
+        """The rows of anchors.parquet of each text: one for each output position."""
         futures = self._continue(texts) if self.temperature == 0 else [np.zeros(0, np.int64)] * len(texts)
         return [self._anchors(text, future) for text, future in zip(texts, futures, strict=True)]
 
@@ -127,7 +137,7 @@ class DensePass:
 
     def _anchors(self, text: Recorded, future: np.ndarray) -> pl.DataFrame:
         prompt, output, width = text.request.prompt, text.output, self.drafter.draft_length
-        known, num_anchors = np.array([*prompt, *output]), len(output) - 1
+        known, num_anchors = np.array([*prompt, *output]), len(output)
         source = SLOTS
         rows = Rows.of(np.array([source]), np.zeros(1, np.int64), np.array([len(known)]))
         hidden, features, _ = self.verifier.forward(known, rows, np.zeros(0, np.int64))
@@ -198,7 +208,7 @@ class Recorder(Log):
         """
         super().__init__()
         self.out, self.dense, self.meta, self.cost, self.every = Path(out), dense, meta, cost, every
-        self.tables = {
+        self.kept = {
             "requests": pl.DataFrame(schema=REQUESTS),
             "anchors": pl.DataFrame(schema=anchors_schema(dense.drafter.draft_length, dense.temperature > 0)),
             "steps": pl.DataFrame(schema=STEPS),
@@ -210,7 +220,7 @@ class Recorder(Log):
     @property
     def done(self) -> set[int]:
         """The requests that the trace on disk holds."""
-        return set(self.tables["requests"]["request_id"].to_list())
+        return set(self.kept["requests"]["request_id"].to_list())
 
     def add(self, step: Step, label: str) -> None:
         super().add(step, label)
@@ -221,21 +231,20 @@ class Recorder(Log):
         """Run the dense pass over what has finished and bring the trace on disk up to date."""
         if not self.finished:
             return
-        finished, fresh = self.drain()
-        fresh["anchors"] = pl.concat(self.dense.anchors(finished))
-        self.tables = {name: pl.concat((table, fresh[name])) for name, table in self.tables.items()}
-        if len(self.tables["anchors"]):
-            self._write(partial=True)
+        fresh = self.tables() | {"anchors": pl.concat(self.dense.anchors(self.finished))}
+        self.clear()
+        self.kept = {name: pl.concat((table, fresh[name])) for name, table in self.kept.items()}
+        self._write(partial=True)
 
     def close(self, partial: bool = False) -> Trace:
         """Finish the trace and return it; partial where requests are missing. Raises InputError if empty."""
         self.flush()
-        if not len(self.tables["anchors"]):
-            raise InputError("nothing was recorded: no request finished with more than one token")
+        if not len(self.kept["anchors"]):
+            raise InputError("nothing was recorded: no request finished")
         return self._write(partial)
 
     def _write(self, partial: bool) -> Trace:
-        tables = self.tables
+        tables = self.kept
         known = tables["decisions"].join(tables["requests"].select("request_id"), on="request_id", how="semi")
         meta = self.meta | {"partial": partial}
         trace = Trace(meta, tables["requests"], tables["anchors"], self.cost, tables["steps"], known)
@@ -252,8 +261,9 @@ class Recorder(Log):
                 raise InputError(
                     f"{self.out} was begun with {name} {trace.meta.get(name)!r}, not {self.meta.get(name)!r}"
                 )
-        self.tables = {name: getattr(trace, name) for name in self.tables}
+        self.kept = {name: getattr(trace, name) for name in self.kept}
         self.num_steps = len(trace.steps)
+        self.meta = self.meta | {"resumed": True}
         if self.num_steps:
             last = trace.steps.row(-1, named=True)
             self.now_s = last["start_s"] + last["step_s"]
@@ -421,6 +431,23 @@ def run_closed(
             if drift:
                 drift.add(step)
             bar.update(sum(e.finish_reason is not None for e in step.emissions))
+
+
+def write_live(out: str | Path, log: Log, meta: dict[str, Any]) -> None:
+    """Write a finished run as a directory for `sim.validate`: requests, steps, decisions, tokens.
+
+    meta: `policy` as it is spelt and `batch_size` among it.
+    """
+    finished, tables = log.finished, log.tables()
+    lengths = [len(recorded.output) for recorded in finished]
+    tables["tokens"] = pl.DataFrame(
+        {
+            "request_id": np.repeat([recorded.request.request_id for recorded in finished], lengths),
+            "position": np.concatenate([np.arange(length) for length in lengths]),
+            "token_id": np.concatenate([recorded.output for recorded in finished]),
+        }
+    )
+    write_directory(out, "live", meta, tables, {})
 
 
 def summary(trace: Trace, out: str) -> str:
