@@ -10,7 +10,7 @@ import numpy as np
 
 from dcut.calibration import OnlineCalibration, cell
 from dcut.cost import CostTable
-from dcut.protocol import BANDS, BudgetPolicy, band
+from dcut.protocol import BANDS, BudgetPolicy, Sees, band
 from dcut.scores import check_confidences
 from dcut.selector import Selection
 
@@ -182,13 +182,41 @@ class Plus(BudgetPolicy):
         if outcome is None:
             outcome = self._outcomes[size] = _Outcome(self._nearest_gain(size))
         outcome.add(tokens, self._plain_tps * seconds, batch)
-        if self._calibration is not None:
+        self._learn(keep_depth, num_accepted)
+
+    def _learn(self, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:
+        if self._calibration is not None and self._drafted is not None:
             self._calibration.observe(self._drafted, keep_depth, num_accepted)
 
     def _nearest_gain(self, size: int) -> float:
         """The gain known at the most similar batch size, 1 at first."""
         known = min(self._outcomes, key=lambda other: abs(other - size), default=None)
         return 1.0 if known is None else self._outcomes[known].gain
+
+
+class OracleSurvival(Plus):
+    """dcut-plus that is told the true probability of each draft: no causal policy can do better by more than
+    chance. Only for traces that hold them."""
+
+    sees: ClassVar[Sees] = "accept_probs"
+
+    def select_lagged(
+        self,
+        confidences: np.ndarray,
+        stale: np.ndarray,
+        cost: CostTable | None,
+        context_tokens: float | None = None,
+    ) -> Selection:
+        return self.select(confidences, cost, context_tokens)
+
+    def _learn(self, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:
+        """There is nothing to learn about what is true."""
+
+
+class Oracle(OracleSurvival):
+    """dcut-plus that is told which drafts will be accepted: an upper bound for every policy."""
+
+    sees: ClassVar[Sees] = "num_accepted"
 
 
 @lru_cache(maxsize=4096)
@@ -305,7 +333,7 @@ def _admit(
         order = np.argsort(values, kind="mergesort")  # stable: the earlier position, then the lower request
         for at in order[:left]:
             keep_depth[requests[at]] += 1
-            total -= values[at]
+            total -= float(values[at])
     elif left > 0:  # worthless drafts, by position
         for k in range(drafts):
             for i in range(batch):

@@ -12,8 +12,20 @@ import numpy as np
 
 from dcut.cost import CostTable
 from dcut.errors import InputError
-from dcut.plus import Plus
+from dcut.plus import Oracle, OracleSurvival, Plus
 from dcut.protocol import BudgetPolicy, UniformPolicy
+from dcut.rivals import (
+    Dsd,
+    DSpark,
+    Ema,
+    SmartSpec,
+    Tetris,
+    Threshold,
+    VllmAdaptive,
+    check_share,
+    keep_best,
+    pays,
+)
 from dcut.selector import Selection, select
 
 Form = Literal["paper", "served"]
@@ -95,18 +107,21 @@ class DCut(BudgetPolicy):
     form "paper" (the write-up's formula): K = ceil(rho * batch * (D - 1)), priced at C_graph(batch, rho),
     the target's step at rho * batch * D tokens.
     bonus: count the bonus tokens in the utility; neither form does.
+    min_gain: verify nothing unless the step beats plain decoding by this share; neither form asks.
     """
 
     buckets: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     bonus: bool = False
     form: Form = "served"
+    min_gain: float = 0.0
 
     def __post_init__(self) -> None:
         _check_ratios("dcut:buckets", self.buckets)
+        check_share("dcut:min_gain", self.min_gain, 10.0)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return tuple(f"{ratio:g}" for ratio in self.buckets)
+        return (*(f"{ratio:g}" for ratio in self.buckets), *(("0",) if self.min_gain else ()))
 
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
@@ -116,7 +131,17 @@ class DCut(BudgetPolicy):
         budgets, seconds = _priced(self.buckets, self.form, *confidences.shape, cost)
         if context_tokens is not None:
             seconds = seconds + cost.context_seconds(len(confidences), context_tokens)
-        return select(confidences, budgets, seconds, self.bonus)
+        chosen = select(confidences, budgets, seconds, self.bonus)
+        if pays(
+            chosen.expected_tokens,
+            seconds[chosen.bucket],
+            cost,
+            len(confidences),
+            context_tokens,
+            self.min_gain,
+        ):
+            return chosen
+        return keep_best(confidences, 0)._replace(bucket=len(self.buckets))
 
 
 POLICIES: dict[str, type[BudgetPolicy]] = {
@@ -125,7 +150,16 @@ POLICIES: dict[str, type[BudgetPolicy]] = {
     "fixed": Fixed,
     "ratio": Ratio,
     "dcut": DCut,
+    "threshold": Threshold,
+    "tetris": Tetris,
+    "smartspec": SmartSpec,
+    "dsd": Dsd,
+    "ema": Ema,
+    "dspark": DSpark,
+    "vllm-adaptive": VllmAdaptive,
     "dcut-plus": Plus,
+    "oracle": Oracle,
+    "oracle-survival": OracleSurvival,
 }
 
 

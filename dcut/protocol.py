@@ -1,10 +1,12 @@
 """BudgetPolicy: what an engine asks a policy before and after each verification, and what it may see."""
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from dcut.cost import CostTable
+from dcut.scores import expected_accepted
 from dcut.selector import Selection, select
 
 Sees = Literal["confidences", "accept_probs", "num_accepted"]
@@ -37,6 +39,13 @@ class BudgetPolicy:
 
     def start(self) -> "BudgetPolicy":
         """A policy with no memory of other runs; this very one where it has no memory at all."""
+        return self
+
+    def tuned(self, lengths: Callable[[], np.ndarray], cost: CostTable) -> "BudgetPolicy":
+        """This policy tuned to a trace, where it is of the kind that is tuned beforehand; else itself.
+
+        lengths(): tokens a request and step when the first k drafts are verified, [draft_length + 1].
+        """
         return self
 
     def draft_length(self, batch_size: int, longest: int, cost: CostTable | None = None) -> int:
@@ -86,8 +95,8 @@ class UniformPolicy(BudgetPolicy):
     ) -> Selection:
         batch, drafts = confidences.shape
         depth = self.depth(batch, drafts, cost)
-        kept = np.multiply.accumulate(confidences[:, :depth], axis=1, dtype=np.float64).sum()
-        return Selection(np.full(batch, depth, np.int64), batch * (depth + 1), 0, float(kept) + batch)
+        tokens = batch + expected_accepted(confidences, depth)
+        return Selection(np.full(batch, depth, np.int64), batch * (depth + 1), 0, tokens)
 
     def select_lagged(
         self,

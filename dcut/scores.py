@@ -1,5 +1,6 @@
 """Draft confidences turned into survival probabilities, the value of keeping each draft."""
 
+import numba
 import numpy as np
 
 from dcut.errors import InputError
@@ -31,3 +32,29 @@ def survival(confidences: np.ndarray) -> np.ndarray:
     with s_{i,1} = 1 for the anchor. Raises InputError as `check_confidences` does.
     """
     return np.cumprod(check_confidences(confidences), axis=1, dtype=np.float64)
+
+
+def expected_accepted(confidences: np.ndarray, depth: int) -> float:
+    """Expected accepted drafts of the batch if the first `depth` of every request are verified.
+
+    Raises InputError as `check_confidences` does, except that there may be no drafts.
+    """
+    total = _survival_sum(confidences, depth)
+    if not total >= 0:
+        check_confidences(confidences)
+    return total
+
+
+@numba.njit(cache=True, nogil=True)
+def _survival_sum(confidences: np.ndarray, depth: int) -> float:
+    """The sum of the first `depth` survivals of every row; NaN where a confidence is no probability."""
+    total, outside = 0.0, 0
+    for i in range(confidences.shape[0]):
+        product = 1.0
+        for k in range(confidences.shape[1]):
+            confidence = confidences[i, k]
+            outside += not (confidence >= 0.0 and confidence <= 1.0)
+            product *= confidence
+            if k < depth:
+                total += product
+    return np.nan if outside else total

@@ -93,7 +93,7 @@ def request_order(trace: Trace, num_requests: int, seed: int) -> np.ndarray:
 
 
 def acceptance_lengths(trace: Trace) -> np.ndarray:
-    """Tokens a request and step over the whole trace when k drafts are verified, float64 [draft_length + 1]."""
+    """Tokens a request and step of the whole trace if k drafts are verified, float64 [draft_length + 1]."""
     arrays = trace.arrays
     steps = np.zeros(trace.draft_length + 1, np.int64)
     _count_steps(arrays.first_row, arrays.output_tokens, arrays.num_accepted, steps)

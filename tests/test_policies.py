@@ -4,16 +4,33 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_selector import batches
 
 from dcut.cost import CostTable, Sample
 from dcut.errors import InputError
-from dcut.policies import POLICIES, DCut, Fixed, Full, Off, Ratio, parse_policies, parse_policy
+from dcut.policies import POLICIES, BudgetPolicy, DCut, Fixed, Full, Off, Ratio, parse_policies, parse_policy
+from dcut.selector import Selection
 
-EXAMPLES = {"fixed": "fixed:3", "ratio": "ratio:0.5"}
-SPECS = [EXAMPLES.get(name, name) for name in POLICIES]
+EXAMPLES = {
+    "fixed": "fixed:3",
+    "ratio": "ratio:0.5",
+    "threshold": "threshold:0.4",
+    "tetris": "tetris:2.5",
+    "dsd": "dsd:1x4/8x2/12x0",
+}
+VARIANTS = [
+    "dcut:bonus=true,form=paper",
+    "dcut:min_gain=0.1",
+    "threshold:0.3,refresh=2,initial=3",
+    "dspark:min_gain=0.1",
+    "vllm-adaptive:estimator=true",
+    "vllm-adaptive:min_gain=0.1",
+    "smartspec:min_gain=0.1",
+    "ema:0/2/5",
+]
+SPECS = [EXAMPLES.get(name, name) for name in POLICIES] + VARIANTS
 
 
 def linear(a_step: float = 1.0, a_token: float = 0.01, draft: float = 0.2) -> CostTable:
@@ -23,20 +40,71 @@ def linear(a_step: float = 1.0, a_token: float = 0.01, draft: float = 0.2) -> Co
     return CostTable.from_samples(samples + [Sample("draft", b, None, draft) for b in sizes])
 
 
+def staircase() -> CostTable:
+    """Graphs of 4, 8, 16, 32 tokens, a cliff behind them, the same for every batch size."""
+    steps = [(1, 1.0), (4, 1.1), (8, 1.3), (16, 1.9), (32, 3.0), (64, 8.0), (256, 25.0)]
+    verify = [Sample("verify", None, tokens, seconds) for tokens, seconds in steps]
+    return CostTable.from_samples(
+        verify + [Sample("draft", b, None, 0.3) for b in (1, 64)], max_graph_tokens=32
+    )
+
+
+def play(policy: BudgetPolicy, steps: list[np.ndarray], cost: CostTable, lagged: bool) -> list[Selection]:
+    """One run as an engine makes it: every draft with a confidence of at least one half is accepted."""
+    policy, chosen = policy.start(), []
+    for confidences in steps:
+        batch, longest = confidences.shape
+        width = policy.draft_length(batch, longest, cost)
+        assert 0 <= width <= longest
+        seen = np.ascontiguousarray(confidences[:, :width])
+        if lagged and width:
+            selection = policy.select_lagged(seen, np.ascontiguousarray(seen[::-1]), cost, 100.0 * batch)
+        else:
+            selection = policy.select(seen, cost, 100.0 * batch)
+        right = np.logical_and.accumulate(seen >= 0.5, axis=1).sum(axis=1)
+        policy.observe(selection.keep_depth, np.minimum(right, selection.keep_depth), 1.5)
+        chosen.append(selection)
+    return chosen
+
+
 @pytest.mark.parametrize("spec", SPECS)
-@given(confidences=batches(), zeros=st.booleans())
-def test_keep_depths_are_bounded_and_add_up_for_every_policy(
-    spec: str, confidences: np.ndarray, zeros: bool
+@settings(max_examples=40)
+@given(
+    steps=st.lists(batches(), min_size=1, max_size=12),
+    extreme=st.sampled_from([None, 0.0, 1.0]),
+    lagged=st.booleans(),
+    stairs=st.booleans(),
+)
+def test_every_policy_keeps_within_bounds_adds_up_and_repeats_itself(
+    spec: str, steps: list[np.ndarray], extreme: float | None, lagged: bool, stairs: bool
 ) -> None:
-    policy = parse_policy(spec)
-    first, again = (policy.select(confidences * (not zeros), linear(), 100.0) for _ in range(2))
-    assert ((first.keep_depth >= 0) & (first.keep_depth <= confidences.shape[1])).all()
-    assert first.num_verify_tokens == first.keep_depth.sum() + len(confidences)
-    assert np.isfinite(first.expected_tokens)
-    assert first.expected_tokens >= len(confidences)
-    assert 0 <= first.bucket < len(policy.labels)
-    assert first.keep_depth.tolist() == again.keep_depth.tolist()
-    assert 0 <= policy.draft_length(len(confidences), confidences.shape[1]) <= confidences.shape[1]
+    policy, cost = parse_policy(spec), staircase() if stairs else linear()
+    if extreme is not None:
+        steps = [np.full_like(confidences, extreme) for confidences in steps]
+    first, again = (play(policy, steps, cost, lagged) for _ in range(2))
+    for confidences, selection, same in zip(steps, first, again, strict=True):
+        batch, longest = confidences.shape
+        assert selection.keep_depth.shape == (batch,)
+        assert selection.keep_depth.dtype == np.int64
+        assert ((selection.keep_depth >= 0) & (selection.keep_depth <= longest)).all()
+        assert selection.num_verify_tokens == selection.keep_depth.sum() + batch
+        assert np.isfinite(selection.expected_tokens)
+        assert batch <= selection.expected_tokens <= selection.num_verify_tokens + 1e-9
+        assert 0 <= selection.bucket < len(policy.labels)
+        assert selection.keep_depth.tolist() == same.keep_depth.tolist()
+        assert selection.expected_tokens == same.expected_tokens
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("wrong", [np.nan, 1.5, -0.25])
+def test_every_policy_that_drafts_refuses_what_is_no_probability(spec: str, wrong: float) -> None:
+    policy = parse_policy(spec).start()
+    confidences = np.full((4, policy.draft_length(4, 6, linear())), 0.5, np.float32)
+    if not confidences.size:
+        return
+    confidences[3, -1] = wrong
+    with pytest.raises(InputError, match=r"of request 3 at draft .* is not a probability"):
+        policy.select(confidences, linear(), 100.0)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 32, 64])
