@@ -19,16 +19,23 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from dcut.errors import InputError
+from dcut.policies import parse_policy
+from dcut.runtime.serve import Config
 from runtime.drafter import open_drafter
 from runtime.engine import Engine
+from runtime.models import read_config
 from runtime.pair import weights
 from runtime.profiler import cached_profile
+from runtime.recorder import SLOTS, DensePass, Recorder, describe, read_prompts
 from runtime.service import Failed, Refused, Service, Ticket, serveable
 from runtime.text import Codec, TextStream
-from runtime.verifier import TorchVerifier, open_target
+from runtime.verifier import open_pair
 
 MAX_BODY = 4 << 20  # bytes of a request
 RETRY_AFTER_S = 1
+CONTEXT = 2048  # tokens of a prompt and its output at most, unless asked for more
+PROFILED_CONTEXT = 256  # tokens of the contexts that steps are measured with
+RECORDED_AT_ONCE = 1024  # requests that wait for their dense pass while the engine is never idle
 GRACE_S = 300  # for running requests to end after SIGTERM
 T = TypeVar("T")
 
@@ -218,7 +225,7 @@ class Generation:
             if reason is not None:
                 piece += self._text.finish()
             if self._text.stopped:
-                self.ticket.cancel()
+                self.ticket.end("stop")
                 reason = "stop"
             if piece or reason:
                 yield piece, reason
@@ -270,7 +277,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._generation.ticket.cancel()
+            self._generation.ticket.end("cancelled")
 
 
 async def whole_unless_gone(request: Request, generation: Generation) -> Response:
@@ -285,7 +292,7 @@ async def whole_unless_gone(request: Request, generation: Generation) -> Respons
     finally:
         answer.cancel()
         gone.cancel()
-        generation.ticket.cancel()
+        generation.ticket.end("cancelled")
 
 
 # ---- the application ------------------------------------------------------------------------------------
@@ -397,50 +404,48 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
 # ---- the process ----------------------------------------------------------------------------------------
 
 
-def run(
-    target: Path | None,
-    drafter: str | None,
-    policy: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    record: Path | None,
-    max_batch_size: int,
-    max_waiting: int,
-    max_context: int,
-    device: str,
-    dtype: str | None,
-) -> None:
-    """Serve until SIGTERM, then finish what runs; the options are those of dcut.runtime.serve.
+def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what runs.
 
-    Raises InputError or OSError where the models, the policy or the address cannot be used.
+    Raises InputError or OSError where the models, the policy, the address or the place for the trace cannot
+    be used; before anything slow is done wherever possible.
     """
-    directory = target or weights.path("target")
-    model = target.name if target else "tiny-pair"
-    serveable(policy)
+    serveable(config.policy)
+    directory = Path(config.target or weights.path("target"))
     codec = Codec.load(directory)
-
-    def build() -> Engine:
-        lm = open_target(directory, device, dtype or ("float32" if device == "cpu" else "bfloat16"))
-        num_tokens = min(max_context, lm.config.max_position_embeddings)
-        drafts = open_drafter(drafter or weights.path("dflash16"), lm, max_batch_size, num_tokens)
-        verifier = TorchVerifier(lm, max_batch_size, num_tokens, drafts.taps)
-        measured = cached_profile(verifier, drafts, prompts(codec), min(256, num_tokens // 2), progress=True)
-        print(f"{measured}; ready", flush=True)
-        return Engine(verifier, drafts, serveable(policy), measured.cost)
-
-    with listen(host, port) as listener:
-        place = f"[{host}]" if ":" in host else host
-        print(f"{model} on http://{place}:{listener.getsockname()[1]}, policy {policy}", flush=True)
-        service = Service(build, policy, max_waiting)
-        serve(service, create_app(service, codec, model, api_key), listener)
+    if config.record and Path(config.record).exists() and any(Path(config.record).iterdir()):
+        raise InputError(f"{config.record} is not empty: give another place")
+    with listen(config.host, config.port) as listener:
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        model = directory.name if config.target else "tiny-pair"
+        print(f"http://{host}:{listener.getsockname()[1]} serves {model}: starting", flush=True)
+        service = Service(lambda: build(config, directory, codec), config.policy, config.max_waiting)
+        serve(service, create_app(service, codec, model, config.api_key), listener)
 
 
-def prompts(codec: Codec) -> list[list[int]]:
-    """The built-in prompts in a model's tokens, to measure its steps with."""
-    lines = weights.PROMPTS.read_text("utf-8").splitlines()
-    texts = [json.loads(line)["prompt"] for line in lines]
-    return [codec.encode(text) for text in texts]
+def build(config: Config, directory: Path, codec: Codec) -> tuple[Engine, Recorder | None]:
+    """Load and measure the models: the engine, and what records it if asked to."""
+    longest = int(read_config(directory).get("max_position_embeddings", CONTEXT))
+    max_context = min(CONTEXT, longest) if config.max_context is None else config.max_context
+    if max_context > longest:
+        raise InputError(f"--max-context {max_context} is more than the model's {longest}")
+    spec = config.drafter or weights.path("dflash16")
+    verifier, drafter = open_pair(
+        directory, spec, config.max_batch_size, max_context, config.device, config.dtype
+    )
+    prompts = [prompt.tokens for prompt in read_prompts(weights.PROMPTS, codec)]
+    context = min(PROFILED_CONTEXT, max_context // 2)
+    measured = cached_profile(verifier, drafter, prompts, context, budget_s=config.profile_s, progress=True)
+    engine = Engine(verifier, drafter, parse_policy(config.policy), measured.cost, config.max_batch_size)
+    recorder = None
+    if config.record:
+        alone = open_drafter(spec, verifier.model, SLOTS + 1, max_context + drafter.draft_length)
+        asked = {"temperature": None, "policy": config.policy, "batch_size": config.max_batch_size}
+        meta = describe(verifier, drafter, directory, Path(spec).name) | asked
+        dense = DensePass(verifier.model, alone, max_context)
+        recorder = Recorder(config.record, dense, meta, measured.cost, every=RECORDED_AT_ONCE)
+    print(f"{measured}; ready with policy {config.policy}", flush=True)
+    return engine, recorder
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
@@ -19,14 +20,22 @@ from dcut.policies import BudgetPolicy, parse_policy
 from runtime.engine import Emission, Request, Step
 from runtime.metrics import Metrics
 from runtime.profiler import Drift
+from runtime.recorder import Recorder
 
 
 class Engine(Protocol):
     """What the service needs of an engine; all of it is used by one thread, the one that built it."""
 
-    policy: BudgetPolicy  # may be changed between steps
     cost: CostTable | None
     max_batch_size: int
+
+    @property
+    def policy(self) -> BudgetPolicy:
+        """May be set between steps."""
+        ...
+
+    @policy.setter
+    def policy(self, policy: BudgetPolicy) -> None: ...
 
     @property
     def draft_length(self) -> int: ...
@@ -61,9 +70,10 @@ class Failed(Exception):
 class Ticket:
     """One request in the service, held by the event loop that submitted it."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
+    def __init__(self, end: Callable[[str], None]) -> None:
+        """end: free the place, for "stop" or "cancelled"; nothing where the request has ended."""
         self.emissions: asyncio.Queue[Emission] = asyncio.Queue()
-        self.cancel = cancel  # free the place; nothing where the request has ended
+        self.end = end
 
     async def next(self) -> tuple[Sequence[int], str | None]:
         """The next tokens, and with the last of them why the output ended: "stop" or "length".
@@ -77,6 +87,7 @@ class Ticket:
 
 
 Command = Callable[[Engine], None]
+IDLE_RECORDS = 32  # requests whose dense pass is due when the engine is idle
 State = Literal["starting", "ready", "closing", "closed"]
 
 
@@ -86,8 +97,10 @@ class Service:
     All but `start` and `close` belong to the event loop.
     """
 
-    def __init__(self, build: Callable[[], Engine], policy: str, max_waiting: int) -> None:
-        """build: makes the engine, with `policy`, in the thread that then owns it; may take its time.
+    def __init__(
+        self, build: Callable[[], tuple[Engine, Recorder | None]], policy: str, max_waiting: int
+    ) -> None:
+        """build: makes the engine, with `policy`, and what records it, in the thread that then owns both.
 
         max_waiting: requests beyond the engine's batch before `submit` refuses.
         """
@@ -97,6 +110,7 @@ class Service:
         self.state: State = "starting"
         self.max_batch_size = self.max_context = 0  # the engine's, once it is ready
         self._build, self._max_waiting = build, max_waiting
+        self._recorder: Recorder | None = None
         self._ids = itertools.count()
         self._tickets: dict[int, Ticket] = {}
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -117,7 +131,7 @@ class Service:
         if self.state == "starting":
             return
         for request_id in list(self._tickets):
-            self._cancel(request_id)
+            self._end(request_id, "cancelled")
         self._inbox.put(lambda engine: self._set_state("closing"))
         self._thread.join()
         if self.error is not None:
@@ -145,10 +159,10 @@ class Service:
             raise Refused(f"{self.num_requests} requests run or wait, as many as this server holds")
         request_id = next(self._ids)
         request = Request(request_id, prompt, max_tokens, temperature, seed, () if ignore_eos else None)
-        ticket = Ticket(lambda: self._cancel(request_id))
+        ticket = Ticket(lambda reason: self._end(request_id, reason))
         self._tickets[request_id] = ticket
         self._loop = asyncio.get_running_loop()
-        self._inbox.put(lambda engine: engine.add(request))
+        self._inbox.put(lambda engine: self._add(engine, request))
         return ticket
 
     def change_policy(self, policy: str) -> None:
@@ -168,9 +182,9 @@ class Service:
         self.metrics.waiting.set(self.num_requests - running)
         return self.metrics.exposition()
 
-    def _cancel(self, request_id: int) -> None:
+    def _end(self, request_id: int, reason: str) -> None:
         if request_id in self._tickets:
-            self._inbox.put(lambda engine: self._drop(engine, request_id))
+            self._inbox.put(lambda engine: self._drop(engine, request_id, reason))
 
     def _hand_out(self, emissions: Sequence[Emission]) -> None:
         for emission in emissions:
@@ -189,12 +203,14 @@ class Service:
 
     def _main(self, on_end: Callable[[], None]) -> None:
         try:
-            engine = self._build()
+            engine, self._recorder = self._build()
             self.max_batch_size, self.max_context = engine.max_batch_size, engine.max_context
             self._set_state("ready")
             self._serve(engine)
+            self._save(partial=False)
         except BaseException as error:
             self.error = error
+            self._save(partial=True)
         finally:
             self._set_state("closed")
             self._call(self._fail_all)
@@ -206,15 +222,24 @@ class Service:
     def _serve(self, engine: Engine) -> None:
         drift = None if engine.cost is None else Drift(engine.cost)
         while engine.busy or self.state == "ready":
+            if (
+                self._recorder is not None
+                and not engine.busy
+                and len(self._recorder.finished) >= IDLE_RECORDS
+            ):
+                self._recorder.flush()
             for command in self._commands(wait=not engine.busy):
                 command(engine)
             step = engine.step()
-            if step is not None:
-                self._deliver(step.emissions)
-                self.metrics.observe(step, engine.policy.labels, engine.draft_length)
-                if drift is not None:
-                    drift.add(step)
-                    self.metrics.profile_drift.set(drift.ratio)
+            if step is None:
+                continue
+            self._deliver(step.emissions)
+            self.metrics.observe(step, engine.policy.labels, engine.draft_length)
+            if self._recorder is not None:
+                self._recorder.add(step, engine.policy.labels[step.selection.bucket])
+            if drift is not None:
+                drift.add(step)
+                self.metrics.profile_drift.set(drift.ratio)
 
     def _commands(self, wait: bool) -> Iterator[Command]:
         """Those that have come; where there is nothing else to do, wait for one."""
@@ -223,9 +248,24 @@ class Service:
             while True:
                 yield self._inbox.get_nowait()
 
-    def _drop(self, engine: Engine, request_id: int) -> None:
+    def _add(self, engine: Engine, request: Request) -> None:
+        if self._recorder is not None:
+            self._recorder.expect(request)
+        engine.add(request)
+
+    def _drop(self, engine: Engine, request_id: int, reason: str) -> None:
         engine.cancel(request_id)
-        self._deliver([Emission(request_id, [], "cancelled")])
+        if self._recorder is not None:
+            self._recorder.end(request_id, "stop" if reason == "stop" else "cut")
+        self._deliver([Emission(request_id, [], reason)])
+
+    def _save(self, partial: bool) -> None:
+        """Finish the trace on disk, if one is recorded and any request was served."""
+        if self._recorder is not None:
+            try:
+                self._recorder.close(partial)
+            except InputError as error:
+                print(error, file=sys.stderr)
 
     def _deliver(self, emissions: Sequence[Emission]) -> None:
         self._call(lambda: self._hand_out(emissions))
@@ -242,4 +282,4 @@ def serveable(spec: str) -> BudgetPolicy:
     policy = parse_policy(spec)
     if policy.sees != "confidences":
         raise InputError(f"policy {spec!r} sees what only a replay knows: choose another one to serve")
-    return policy.start()
+    return policy

@@ -151,7 +151,7 @@ def running(
 ) -> Iterator[Running]:
     """A server in threads of this process, ready unless `build` is given."""
     engine = engine or ScriptedEngine()
-    service = Service(build or (lambda: engine), "dcut", max_waiting)
+    service = Service(lambda: (build() if build else engine, None), "dcut", max_waiting)
     app = create_app(service, CODEC, "scripted", api_key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
     with listen("127.0.0.1", 0) as listener:

@@ -1,67 +1,91 @@
-"""Command that serves a model with a budget policy over the OpenAI API: python -m dcut.runtime.serve."""
+"""The command that serves a model with a budget policy over the OpenAI API."""
 
 import argparse
 import os
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 from dcut.errors import InputError, guard
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dcut.runtime.serve", description=__doc__)
-    parser.add_argument("--target", type=Path, help="Hugging Face directory of the model (default: built in)")
-    parser.add_argument("--drafter", help='directory of its drafter, or "ngram" (default: built in)')
-    parser.add_argument("--policy", default="dcut", help="off, full, fixed:3, ratio:0.5, dcut (default)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One server, as the command line asks for it."""
+
+    target: str | None = None  # None: the built-in pair
+    drafter: str | None = None
+    policy: str = "dcut"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    record: str | None = None
+    max_batch_size: int = 32
+    max_waiting: int = 256
+    max_context: int | None = None  # None: 2048, or what the model allows
+    device: str = "cpu"
+    dtype: str = "float32"
+    profile_s: float = 30.0
+
+
+def main() -> None:
+    """Parse the command line and serve until told to end."""
+    default = Config(api_key=os.environ.get("DCUT_API_KEY"))
+    parser = argparse.ArgumentParser(
+        prog="python -m dcut.runtime.serve",
+        description="Serve a target with its drafter over the OpenAI API, verifying as a policy decides.",
+    )
+    parser.add_argument("--target", metavar="DIR", help="Hugging Face directory (the built-in target)")
+    parser.add_argument(
+        "--drafter", metavar="DIR", help="Hugging Face directory, or ngram (the built-in DFlash-16)"
+    )
+    parser.add_argument("--policy", default=default.policy, help="such as off, full, ratio:0.5 (%(default)s)")
+    parser.add_argument("--host", default=default.host, help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=default.port, help="0: any free one (%(default)s)")
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("DCUT_API_KEY"),
-        help="ask clients for this key, and let who has it change the policy (default: $DCUT_API_KEY)",
+        default=default.api_key,
+        metavar="KEY",
+        help="what clients must show, and what lets them change the policy ($DCUT_API_KEY, else no check)",
     )
-    parser.add_argument("--record", type=Path, metavar="DIR", help="write a trace of what was served")
+    parser.add_argument("--record", metavar="DIR", help="write what was served there, as a trace")
     parser.add_argument(
-        "--max-batch-size",
-        type=int,
-        default=32,
-        metavar="N",
-        help="requests in one step (default: %(default)s)",
+        "--max-batch-size", type=int, default=default.max_batch_size, metavar="N", help="(%(default)s)"
     )
     parser.add_argument(
         "--max-waiting",
         type=int,
-        default=256,
+        default=default.max_waiting,
         metavar="N",
-        help="requests that may wait for a place; further ones get 503 (default: %(default)s)",
+        help="requests that may wait for a place; further ones get a 503 (%(default)s)",
     )
     parser.add_argument(
         "--max-context",
         type=int,
-        default=2048,
         metavar="N",
-        help="tokens of a prompt and its output (default: %(default)s, or what the model allows)",
+        help="tokens of a prompt and its output (2048, or what the model allows)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU)")
-    args = parser.parse_args()
-    if not 0 <= args.port < 65536:
-        raise InputError(f"--port {args.port} is outside 0..65535")
+    parser.add_argument("--device", default=default.device, help="cpu, cuda, cuda:1, ... (%(default)s)")
+    parser.add_argument("--dtype", default=default.dtype, help="float32, bfloat16 or float16; (%(default)s)")
+    parser.add_argument(
+        "--profile-s", type=float, default=default.profile_s, help="for the cost profile (%(default)s s)"
+    )
+    config = Config(**vars(parser.parse_args()))
+    if not 0 <= config.port < 65536:
+        raise InputError(f"--port {config.port} is outside 0..65535")
     for name in ("max_batch_size", "max_waiting", "max_context"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
-    if bool(args.drafter) != bool(args.target):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
+    if (config.target is None) != (config.drafter is None):
         raise InputError("give --target and --drafter together, or neither for the built-in pair")
-    return args
-
-
-def main() -> None:
-    args = parse_args()
     try:
         from runtime.server import run
     except ModuleNotFoundError as error:
-        raise InputError(f"serving needs {error.name}: pip install 'dcut[runtime]'") from error
-    run(**vars(args))
+        if str(error.name).startswith("runtime"):  # this file's own folder came first
+            raise InputError("run it as a module: python -m dcut.runtime.serve") from error
+        raise InputError(
+            f"serving needs {error.name}: install the runtime extra, pip install 'dcut[runtime]'"
+        ) from error
+    run(config)
 
 
 if __name__ == "__main__":
