@@ -134,7 +134,6 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.batch: list[Running] = []
         self.free_slots = list(range(self.max_batch_size))
-        self.cancelled: set[int] = set()
 
     # ---- what a caller does -----------------------------------------------------------------------------
 
@@ -148,6 +147,11 @@ class Engine:
         if policy.sees != "confidences":
             raise InputError(f"{type(policy).__name__} must know the future: only a replay can run it")
         self._policy = policy.start()
+
+    @property
+    def draft_length(self) -> int:
+        """Drafts that the drafter can propose for a request and step."""
+        return self.drafter.draft_length
 
     @property
     def max_context(self) -> int:

@@ -1,0 +1,103 @@
+"""Serve the same requests live under several policies and batch sizes: tokens a second side by side.
+
+    python bench/live.py [--trace DIR] [--policy off,full,ratio:0.5,dcut] [--batch-size 1,4,8,16,32]
+
+With --trace, a recording of the same prompts, its cost table decides and predicts: run
+`python -m sim.validate --trace DIR --live OUT` afterwards. Times are CPU seconds of one thread unless --wall,
+so that others on the machine blur them less. Prefills are not counted.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from dcut.errors import guard
+from dcut.policies import parse_policies
+from runtime.engine import Engine, Request
+from runtime.pair import weights
+from runtime.profiler import Drift, cached_profile
+from runtime.recorder import Log, describe, read_prompts, run_closed, write_live
+from runtime.text import Codec
+from runtime.verifier import open_pair
+from sim.engine import STEADY
+from sim.results import run_name
+from traces.store import open_trace
+
+
+def figures(steps: pl.DataFrame, batch_size: int) -> dict[str, float]:
+    """Of the steps in which the batch was at least 85 % full: throughput and where the time went."""
+    steady = steps.filter(pl.col("batch_size") >= STEADY * batch_size)
+    step_s, models_s = float(steady["step_s"].sum()), float((steady["draft_s"] + steady["verify_s"]).sum())
+    num_emitted = float(steady["num_emitted"].sum())
+    return {
+        "tps": num_emitted / step_s,
+        "tokens": num_emitted / float(steady["batch_size"].sum()),
+        "step_ms": 1e3 * step_s / len(steady),
+        "own": 1 - models_s / step_s,
+    }
+
+
+def main() -> None:
+    """Run every policy at every batch size, and compare."""
+    parser = argparse.ArgumentParser(description="Live throughput of policies side by side.")
+    parser.add_argument("--target", default=str(weights.HERE / "weights/target"), metavar="DIR")
+    parser.add_argument("--drafter", default=str(weights.HERE / "weights/dflash16"), metavar="DIR")
+    parser.add_argument("--prompts", default=str(weights.PROMPTS), metavar="FILE")
+    parser.add_argument("--policy", default="off,full,ratio:0.5,dcut")
+    parser.add_argument("--batch-size", default="1,4,8,16,32")
+    parser.add_argument("--requests", type=int, help="in a run (24, or four times the batch)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="without --trace (%(default)s)")
+    parser.add_argument("--trace", metavar="DIR", help="a recording of these prompts")
+    parser.add_argument("--out", default="out/live", metavar="DIR")
+    parser.add_argument("--wall", action="store_true", help="wall-clock times")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    clock = time.perf_counter if args.wall else time.thread_time
+    sizes = [int(size) for size in args.batch_size.split(",")]
+    prompts = read_prompts(args.prompts, Codec.load(Path(args.target)))
+    trace = open_trace(args.trace) if args.trace else None
+    if trace:
+        prompts, args.max_tokens = prompts[: len(trace.requests)], trace.meta["max_tokens"]
+    longest = max(len(prompt.tokens) for prompt in prompts) + args.max_tokens
+    verifier, drafter = open_pair(args.target, args.drafter, max(sizes), longest)
+    cost = trace.cost if trace else None
+    if cost is None:
+        texts = [prompt.tokens for prompt in prompts]
+        context = round(float(np.mean([len(text) for text in texts])) + args.max_tokens / 2)
+        cost = cached_profile(verifier, drafter, texts, context, clock=clock, progress=True).cost
+    about = describe(verifier, drafter, Path(args.target), Path(args.drafter).name)
+    about |= {"max_tokens": args.max_tokens, "clock": "wall" if args.wall else "cpu"}
+    print("batch  policy       tok/s  tokens/step  step ms  engine's own  drift")
+    for size in sizes:
+        found: dict[str, dict[str, Any]] = {}
+        for name, policy in parse_policies(args.policy).items():
+            count = min(args.requests or max(24, 4 * size), len(prompts))
+            engine = Engine(verifier, drafter, policy, cost, size, clock=clock)
+            log, drift = Log(), Drift(cost, window=100_000)
+            asked = [(Request(i, p.tokens, args.max_tokens), p.domain) for i, p in enumerate(prompts[:count])]
+            run_closed(engine, asked, log, drift, progress=True)
+            steps = log.tables()["steps"]
+            found[name] = figures(steps, size)
+            row = found[name]
+            print(
+                f"{size:>5}  {name:<10} {row['tps']:>7.0f} {row['tokens']:>12.2f} {row['step_ms']:>8.1f} "
+                f"{row['own']:>13.1%} {drift.ratio:>6.2f}",
+                flush=True,
+            )
+            write_live(
+                Path(args.out) / run_name(name, size), log, about | {"policy": name, "batch_size": size}
+            )
+        if {"full", "ratio:0.5", "dcut"} <= found.keys():
+            full, ratio, dcut = (found[name]["tps"] for name in ("full", "ratio:0.5", "dcut"))
+            best = dcut / max(full, ratio)
+            print(f"{size:>5}  dcut / full = {dcut / full:.2f}, dcut / the better fixed one = {best:.2f}")
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

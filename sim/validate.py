@@ -1,0 +1,195 @@
+"""The command that tells whether a replay is true: the same run, live and simulated, decision by decision."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+import polars as pl
+from tqdm import tqdm
+
+from dcut.cost import CostTable
+from dcut.errors import InputError, guard
+from dcut.policies import parse_policy
+from sim import results
+from sim.engine import STEADY, Engine
+from traces.schema import Trace
+from traces.store import open_trace, read_directory
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """What a live engine wrote down: its steps, decisions and tokens."""
+
+    policy: str
+    batch_size: int
+    requests: pl.DataFrame
+    steps: pl.DataFrame
+    decisions: pl.DataFrame
+    tokens: pl.DataFrame  # request_id, position, token_id
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One run, live and replayed."""
+
+    policy: str
+    batch_size: int
+    num_tokens: int
+    num_equal_tokens: int  # of the live tokens, those that the trace holds at the same place
+    num_decisions: int  # of the live run or the replay, whichever made more
+    num_equal_decisions: int  # same step, request, position and keep depth
+    live_tps: float  # tokens a second of the steps in which the batch was at least 85 % full
+    replay_tps: float
+
+    @property
+    def error(self) -> float:
+        """Of the simulated throughput, relative to the live one."""
+        return self.replay_tps / self.live_tps - 1
+
+
+def read_live(path: str | Path) -> list[LiveRun]:
+    """The live runs in a directory: one, one in each sub-directory, or the run behind a recorded trace.
+
+    Raises InputError where there is none, or as `traces.store.read_directory` does.
+    """
+    path = Path(path)
+    if (path / "meta.json").is_file():
+        return [_read_run(path)]
+    found = sorted(p.parent for p in path.glob("*/meta.json"))
+    if not found:
+        raise InputError(f"{path} holds no live run: give what dcut.record or bench/live.py wrote")
+    return [_read_run(directory) for directory in found]
+
+
+def _read_run(path: Path) -> LiveRun:
+    try:
+        meta, tables, _ = read_directory(path, "live")
+    except InputError as not_live:
+        try:
+            meta, tables, _ = read_directory(path, "trace")
+        except InputError:
+            raise not_live from None
+        tables["tokens"] = tables["anchors"].select("request_id", "position", "token_id")
+    missing = [name for name in ("policy", "batch_size") if name not in meta]
+    missing += [name for name in ("steps", "decisions") if name not in tables]
+    if missing:
+        raise InputError(f"{path} is not a live run: it holds no {', '.join(missing)}")
+    if meta.get("resumed"):
+        raise InputError(f"{path} was recorded in pieces: its steps are not one run that can be replayed")
+    return LiveRun(
+        meta["policy"], meta["batch_size"], *(tables[n] for n in ("requests", "steps", "decisions", "tokens"))
+    )
+
+
+def compare(trace: Trace, live: LiveRun, cost: CostTable) -> Comparison:
+    """Replay a live run's requests, in their order and with its policy and batch size, and compare.
+
+    Raises InputError where the trace lacks one of the requests, or holds an output of another length.
+    """
+    asked = live.requests.sort("request_id")
+    known = trace.requests.with_row_index("index").select("index", "request_id", recorded="output_tokens")
+    both = asked.join(known, on="request_id", how="left", maintain_order="left")
+    lost = both.filter(pl.col("recorded").is_null() | (pl.col("recorded") != pl.col("output_tokens")))
+    if len(lost):
+        raise InputError(
+            f"request {lost['request_id'][0]} has {lost['output_tokens'][0]} output tokens live, and "
+            f"{lost['recorded'][0] or 'none'} in the trace: not a recording of the same requests"
+        )
+    order = both["index"].to_numpy().astype(np.int64)
+    policy = parse_policy(live.policy)
+    run = Engine(trace, policy, cost, live.batch_size, order, record_decisions=True).run()
+    replayed = results.tables(run, trace)["decisions"]
+    same = live.decisions.join(replayed, on=["step", "request_id", "position", "keep_depth"], how="semi")
+    tokens = live.tokens.join(
+        trace.anchors.select("request_id", "position", "token_id"),
+        on=["request_id", "position", "token_id"],
+        how="semi",
+    )
+    steady = live.steps.filter(pl.col("batch_size") >= STEADY * live.batch_size)
+    return Comparison(
+        live.policy,
+        live.batch_size,
+        num_tokens=len(live.tokens),
+        num_equal_tokens=len(tokens),
+        num_decisions=max(len(live.decisions), len(replayed)),
+        num_equal_decisions=len(same),
+        live_tps=float(steady["num_emitted"].sum()) / float(steady["step_s"].sum()),
+        replay_tps=results.figures(run)["throughput_tps"],
+    )
+
+
+def table(found: Sequence[Comparison]) -> str:
+    """The comparisons as lines of text, and the median and the worst error of the time."""
+    width = max(len("policy"), *(len(c.policy) for c in found))
+    lines = [f"batch  {'policy':<{width}}  live tok/s  replay tok/s   error  equal tokens  equal decisions"]
+    for c in sorted(found, key=lambda c: (c.batch_size, c.policy)):
+        lines.append(
+            f"{c.batch_size:>5}  {c.policy:<{width}} {c.live_tps:>11.1f} {c.replay_tps:>13.1f} "
+            f"{c.error:>+7.1%}  {c.num_equal_tokens / c.num_tokens:>12.2%} "
+            f"{c.num_equal_decisions / c.num_decisions:>16.2%}"
+        )
+    errors = [abs(c.error) for c in found]
+    tokens = sum(c.num_equal_tokens for c in found), sum(c.num_tokens for c in found)
+    decisions = sum(c.num_equal_decisions for c in found), sum(c.num_decisions for c in found)
+    lines += [
+        "",
+        f"throughput: median error {np.median(errors):.1%}, worst {max(errors):.1%}; "
+        f"equal: {tokens[0]:,} of {tokens[1]:,} tokens, {decisions[0]:,} of {decisions[1]:,} decisions",
+    ]
+    return "\n".join(lines)
+
+
+def plot(found: Sequence[Comparison], path: str | Path) -> None:
+    """Write a chart of simulated against live throughput, with the diagonal, as .html, .svg or .png."""
+    rows: list[dict[str, Any]] = [
+        {"policy": c.policy, "batch size": c.batch_size, "live": c.live_tps, "replay": c.replay_tps}
+        for c in found
+    ]
+    ends = [min(min(r["live"], r["replay"]) for r in rows), max(max(r["live"], r["replay"]) for r in rows)]
+    log = alt.Scale(type="log", nice=False, padding=12)
+    x = alt.X("live:Q", scale=log, title="live, tokens a second")
+    y = alt.Y("replay:Q", scale=log, title="replayed, tokens a second")
+    line = alt.Chart(alt.Data(values=[{"live": end, "replay": end} for end in ends]))
+    points = alt.Chart(alt.Data(values=rows)).mark_point(filled=True, size=70)
+    chart = line.mark_line(color="#999", strokeDash=[4, 4]).encode(x=x, y=y) + points.encode(
+        x=x,
+        y=y,
+        color=alt.Color("policy:N"),
+        tooltip=["policy:N", "batch size:Q", "live:Q", "replay:Q"],
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    chart = chart.properties(width=420, height=420, title="Simulated and live throughput")
+    chart.save(str(path), inline=True) if path.suffix == ".html" else chart.save(str(path))
+
+
+def main() -> None:
+    """Parse the command line, compare, print and plot."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sim.validate", description="Compare live runs with replays of the same runs."
+    )
+    parser.add_argument("--trace", required=True, help="built-in name or directory of the recording")
+    parser.add_argument("--live", required=True, metavar="DIR", help="a live run, or a folder of some")
+    parser.add_argument("--cost", metavar="FILE", help="cost table, .csv or .json (the trace's own)")
+    parser.add_argument(
+        "--plot", metavar="FILE", default="out/validate.html", help=".html, .svg or .png (%(default)s)"
+    )
+    args = parser.parse_args()
+    trace = open_trace(args.trace)
+    cost = CostTable.load(args.cost) if args.cost else trace.cost
+    if cost is None:
+        raise InputError(f"trace {args.trace} has no cost table: give one with --cost FILE (.csv or .json)")
+    bar = tqdm(read_live(args.live), unit=" runs", leave=False, disable=None)
+    found = [compare(trace, live, cost) for live in bar]
+    print(table(found))
+    plot(found, args.plot)
+    print(f"plotted in {args.plot}")
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
