@@ -20,9 +20,10 @@ FAMILIES = {
     "fixed": ["#b0639f", "#d08fc2", "#83407a"],
     "ratio": ["#0f7d5c", "#4fb58f", "#7fce9f"],
     "dcut": ["#2a78c8", "#6aa9e6", "#1b4f8c"],
+    "dcut-plus": ["#c27c00", "#e0a93f"],
 }
-OTHERS = ["#b98200", "#6b5fb5", "#3f98ad", "#8a6d3b"]
-PALE, DEEP = "#b5d3f0", "#1f63ad"  # ends of the ramp for ordered things: buckets, batch sizes
+OTHERS = ["#6b5fb5", "#3f98ad", "#c2527a", "#7a9a2e", "#8a6d3b", "#5b7fa6", "#a35d2e"]
+PALE, DEEP = "#a3c8ee", "#1f63ad"  # ends of the ramp for ordered things: buckets, batch sizes
 
 CONFIG: dict[str, Any] = {
     "background": None,
@@ -38,11 +39,13 @@ CONFIG: dict[str, Any] = {
         "domainColor": GRID,
         "tickColor": GRID,
         "labelOverlap": True,
+        "labelFlush": False,
     },
     "axisX": {"grid": False, "titlePadding": 8},
     "axisY": {  # the title stands above the axis, where it reads without turning the head
         "domain": False,
         "ticks": False,
+        "labelPadding": 9,
         "tickCount": 5,
         "titleAngle": 0,
         "titleAnchor": "end",
@@ -81,8 +84,9 @@ CONFIG: dict[str, Any] = {
     },
 }
 
-WIDTH, HEIGHT = 390, 260
+WIDTH, WIDE, HEIGHT = 390, 1000, 260
 _LABEL_PX = 15  # least distance between the names at the end of lines
+_COLUMNS = 5  # panels in a row
 _DASHES = [[1, 0], [5, 3], [2, 2], [8, 3, 2, 3]]
 
 
@@ -120,16 +124,17 @@ def colors(policies: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def spread(values: Sequence[float], gap: float) -> list[float]:
-    """The values moved apart, as little as it takes, until no two are closer than `gap`."""
+def spread(values: Sequence[float], gap: float, low: float = 0.0) -> list[float]:
+    """The values moved apart, as little as it takes: no two closer than `gap`, none below `low`."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     groups: list[tuple[float, int]] = []  # center and size: values that would collide share a group
     for i in order:
         groups.append((values[i], 1))
         while len(groups) > 1 and groups[-1][0] - groups[-2][0] < gap * (groups[-1][1] + groups[-2][1]) / 2:
-            (low, few), (high, more) = groups[-2:]
-            groups[-2:] = [((low * few + high * more) / (few + more), few + more)]
+            (below, few), (above, more) = groups[-2:]
+            groups[-2:] = [((below * few + above * more) / (few + more), few + more)]
     placed = [center + gap * (k - (size - 1) / 2) for center, size in groups for k in range(size)]
+    placed = [max(place, low + gap * k) for k, place in enumerate(placed)]
     return [place for _, place in sorted(zip(order, placed, strict=True))]
 
 
@@ -171,13 +176,15 @@ def lines(
     line, dots = base.mark_line(), base.mark_point()
     if len(sources) > 1:
         dash = alt.Scale(domain=sources, range=[_DASHES[i % len(_DASHES)] for i in range(len(sources))])
-        line = line.encode(strokeDash=alt.StrokeDash("source:N", title=None, scale=dash))
+        line = line.encode(
+            strokeDash=alt.StrokeDash("source:N", scale=dash, legend=alt.Legend(orient="bottom", title=None))
+        )
         about.append(alt.Tooltip("source:N"))
     if "dot" in points.columns:
         dots = dots.transform_filter("datum.dot")
     ends = points.sort("x", maintain_order=True).group_by("name", maintain_order=True).last()
     ends = ends.with_columns(
-        value=pl.Series(spread(ends["value"].to_list(), (top - y.low) * _LABEL_PX / HEIGHT))
+        value=pl.Series(spread(ends["value"].to_list(), (top - y.low) * _LABEL_PX / HEIGHT, y.low))
     )
     layers: list[Any] = [line, dots.encode(tooltip=about)]
     if rule is not None:
@@ -193,18 +200,21 @@ def lines(
     return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
 
 
-def stacks(shares: pl.DataFrame) -> Chart:
+def stacks(shares: pl.DataFrame, width: int) -> Chart:
     """How often each budget was chosen: panel, batch_size, bucket, share; a stack a batch size."""
     panels = list(dict.fromkeys(shares["panel"]))
-    labels = sorted(set(shares["bucket"]), key=float)
-    ranked = shares.with_columns(rank=pl.col("bucket").cast(pl.Float64))
+    number = pl.col("bucket").cast(pl.Float64, strict=False).fill_null(-1)  # "off" comes before any ratio
+    ranked = shares.with_columns(rank=number).sort("rank", maintain_order=True)
+    labels = list(dict.fromkeys(ranked["bucket"]))
+    ratios = [label for label in labels if label != "off"]
+    shades = ({"off": FAMILIES["off"][0]} if "off" in labels else {}) | ramp(ratios)
     return (
         alt.Chart(ranked)
         .mark_bar()
         .encode(
             x=alt.X("batch_size:O", title=BATCH.title, axis=alt.Axis(labelAngle=0)),
             y=alt.Y("share:Q", title="share of steps", scale=_exact(0, 1), axis=alt.Axis(format="%")),
-            color=alt.Color("bucket:N", title="keep ratio chosen", scale=_scale(ramp(labels))),
+            color=alt.Color("bucket:N", title="keep ratio chosen", scale=_scale(shades)),
             order=alt.Order("rank:Q"),
             tooltip=[
                 alt.Tooltip("panel:N", title="policy"),
@@ -213,15 +223,16 @@ def stacks(shares: pl.DataFrame) -> Chart:
                 alt.Tooltip("share:Q", title="share of steps", format=".1%"),
             ],
         )
-        .properties(width=_panel_width(len(panels)), height=HEIGHT)
-        .facet(column=alt.Column("panel:N", title=None, sort=panels))
+        .properties(width=_panel_width(len(panels), width), height=HEIGHT)
+        .facet(facet=alt.Facet("panel:N", title=None, sort=panels), columns=_COLUMNS)
     )
 
 
 def depths(positions: pl.DataFrame, palette: Mapping[str, str], width: int) -> Chart:
     """Drafts verified (pale) and accepted (solid): panel, name, x (draft position), verified, accepted."""
     panels = list(dict.fromkeys(positions["panel"]))
-    x = alt.X("x:O", title="draft position", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+    marked = [k for k in sorted(set(positions["x"])) if k == 1 or k % 5 == 0]
+    x = alt.X("x:O", title="draft position", axis=alt.Axis(labelAngle=0, values=marked))
     color = alt.Color("name:N", scale=_scale(palette), legend=None)
     tooltip = [
         alt.Tooltip("panel:N", title="policy"),
@@ -238,7 +249,7 @@ def depths(positions: pl.DataFrame, palette: Mapping[str, str], width: int) -> C
             data=positions,
         )
         .properties(width=_panel_width(len(panels), width), height=HEIGHT - 60)
-        .facet(column=alt.Column("panel:N", title=None, sort=panels))
+        .facet(facet=alt.Facet("panel:N", title=None, sort=panels), columns=_COLUMNS)
     )
 
 
@@ -266,7 +277,7 @@ def errors(cells: pl.DataFrame, title: str, form: str) -> Chart:
         base.mark_rect(cornerRadius=3).encode(color=alt.Color("error:Q", scale=scale, legend=None)),
         base.mark_text(dy=-7, fontWeight=600, color=ON_PALE).encode(text="text:N"),
         base.mark_text(dy=9, fontSize=10.5, color=ON_PALE).encode(text="detail:N"),
-    ).properties(width=alt.Step(96), height=alt.Step(44))
+    ).properties(width=alt.Step(86), height=alt.Step(44))
 
 
 def beside(charts: Mapping[str, Any]) -> Chart:
@@ -302,6 +313,7 @@ def _x_axis(axis: Axis, values: pl.Series) -> alt.Axis:
     return alt.Axis(format=axis.form, tickCount=5)
 
 
-def _panel_width(num_panels: int, width: int = WIDTH) -> float:
-    """Width of each of several panels that share one row."""
-    return max(110, (width - 24 * (num_panels - 1)) / num_panels)
+def _panel_width(num_panels: int, width: int) -> float:
+    """Width of each of several panels that share a row, or several."""
+    in_row = min(num_panels, _COLUMNS)
+    return max(90, (width - 24 * (in_row - 1)) / in_row)

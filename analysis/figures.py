@@ -21,6 +21,7 @@ from analysis.results import (
     step_times,
 )
 from dcut.errors import InputError
+from dcut.policies import POLICIES
 from traces.schema import Trace
 from traces.store import open_trace
 
@@ -32,7 +33,6 @@ _ALLOCATION = (
     "tokens that 32 requests gain in a step when the same number of positions is verified in each alike "
     "(uniform) or where the confidence is highest. Anchors and bonus tokens are counted."
 )
-_PANELS = 5  # as many policies as fit beside each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,21 @@ def share(value: float, digits: int = 0) -> str:
     return f"{100 * value:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 run", "2 runs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def several(items: Sequence[Any]) -> str:
     """Items as words: "4", "4 and 8", "4, 8 and 16"."""
     words = [str(item) for item in items]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def is_real(policy: str) -> bool:
+    """Whether a policy could be served; an oracle sees what no server can know."""
+    kind = POLICIES.get(policy.partition(":")[0])
+    return kind is None or kind.sees == "confidences"
 
 
 class Story:
@@ -100,10 +111,13 @@ class Story:
         """A column of all runs as points of lines over the batch size."""
         return self.runs.select("source", name="policy", x="batch_size", value=column)
 
-    def diamonds(self, column: Any) -> pl.DataFrame | None:
-        """Published values as points, once for each policy and batch size."""
-        rows = self.against.select(name="policy", x="batch_size", value=column).drop_nulls().unique()
-        return rows if len(rows) else None
+    def diamonds(self, column: str, policies: Sequence[str] = ()) -> pl.DataFrame | None:
+        """Published values as points, of all policies or of those named, once for each batch size."""
+        rows = self.against.filter(pl.col("policy").is_in(policies or list(self.palette)))
+        points = (
+            rows.select(name="policy", x="batch_size", value=column).drop_nulls().unique(maintain_order=True)
+        )
+        return points if len(points) else None
 
     def panel(self, run: dict[str, Any]) -> str:
         """The name of a panel that shows one policy."""
@@ -113,19 +127,23 @@ class Story:
 # ---- sentences -------------------------------------------------------------------------------------------
 
 
-def fastest(story: Story) -> str:
-    """Which policy is fastest where."""
+def fastest(story: Story) -> str | None:
+    """Which policy is fastest where, oracles aside; None where there is nothing to compare."""
+    rivals = [policy for policy in story.palette if is_real(policy)]
     best = {
-        batch: max((p for p, b in story.first if b == batch), key=lambda p: story.of(p)[batch])
+        batch: max((p for p in rivals if (p, batch) in story.first), key=lambda p: story.of(p)[batch])
         for batch in story.batch_sizes
+        if any((p, batch) in story.first for p in rivals)
     }
     spans = [(policy, list(sizes)) for policy, sizes in groupby(best, key=best.__getitem__)]
+    if len(rivals) < 2 or not spans:
+        return None
+    if len(spans) == 1:
+        return f"{spans[0][0]} is the fastest policy at every batch size"
     where = [
         f"{policy} at batch {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
         for policy, sizes in spans
     ]
-    if len(spans) == 1:
-        return f"{spans[0][0]} is the fastest policy at every batch size"
     return f"Fastest: {', '.join(where)}"
 
 
@@ -160,9 +178,9 @@ def waste(story: Story) -> str | None:
     if not wasted:
         return None
     last = max(wasted)
-    text = f"At batch {last} {share(wasted[last])} of what full verification computes are rejected drafts"
+    text = f"{share(wasted[last])} of what full verification computes at batch {last} is rejected"
     mine = story.of(story.dcut, "wasted_verify_ratio").get(last) if story.dcut else None
-    return text + (f", with {story.dcut} {share(mine)}" if mine is not None else "")
+    return text + (f"; under {story.dcut} it is {share(mine)}" if mine is not None else "")
 
 
 def kept(story: Story) -> str | None:
@@ -206,7 +224,8 @@ def published_error(story: Story) -> str | None:
     policy, batch = worst = max(off, key=off.__getitem__)
     return (
         f"Predicted throughput is {share(sum(off.values()) / len(off), 1)} off the published on average over "
-        f"{len(off)} cells that were not fitted, {share(off[worst], 1)} at worst ({policy} at batch {batch})"
+        f"{counted(len(off), 'cell')} not used for the fit, {share(off[worst], 1)} at worst "
+        f"({policy} at batch {batch})"
     )
 
 
@@ -223,7 +242,7 @@ def agreement(story: Story) -> str | None:
         return None
     return (
         f"{story.sources[1]} and {story.sources[0]} differ by {share(sum(off) / len(off), 1)} in throughput "
-        f"on average, over {len(off)} runs that both have"
+        f"on average, over {counted(len(off), 'run')} that both have"
     )
 
 
@@ -232,8 +251,8 @@ def retention(tokens: pl.DataFrame) -> str:
     ranked = tokens.filter(name="by confidence")
     half, quarter = (_at(ranked, x) / _at(ranked, 1.0) for x in (0.5, 0.25))
     return (
-        f"The half of the positions with the most confidence yields {share(half)} of what all yield, "
-        f"a quarter {share(quarter)}"
+        f"Half of the positions, the most confident, keep {share(half)} of full verification's tokens; "
+        f"a quarter keeps {share(quarter)}"
     )
 
 
@@ -272,15 +291,16 @@ def throughput(story: Story) -> Figure:
     diamonds = story.diamonds("published_tps")
     chart = charts.lines(story.points("throughput_tps"), story.palette, BATCH, THROUGHPUT, diamonds)
     return Figure(
-        "throughput", CHOICE, fastest(story), f"{note} {_DIAMONDS}" if diamonds is not None else note, chart
+        "throughput", CHOICE, fastest(story) or "Throughput by batch size", _with(diamonds, note), chart
     )
 
 
 def speedup(story: Story) -> Figure:
-    chart = charts.lines(story.points("speedup_vs_off"), story.palette, BATCH, FACTOR, rule=1.0)
+    diamonds = story.diamonds("published_speedup")
+    chart = charts.lines(story.points("speedup_vs_off"), story.palette, BATCH, FACTOR, diamonds, rule=1.0)
     title = full_against_off(story) or "Speed-up over plain decoding"
     note = "Throughput as a multiple of plain decoding. Below the dashed line, speculation loses."
-    return Figure("speedup", CHOICE, title, note, chart)
+    return Figure("speedup", CHOICE, title, _with(diamonds, note), chart)
 
 
 def keep_ratio(story: Story) -> Figure:
@@ -289,7 +309,7 @@ def keep_ratio(story: Story) -> Figure:
     diamonds = story.diamonds("published_keep")
     axis = Axis("keep ratio", "%", top=1.04)
     chart = charts.lines(story.points("keep_ratio"), story.palette, BATCH, axis, diamonds)
-    return Figure("keep-ratio", CHOICE, title, f"{note} {_DIAMONDS}" if diamonds is not None else note, chart)
+    return Figure("keep-ratio", CHOICE, title, _with(diamonds, note), chart)
 
 
 def buckets(story: Story) -> Figure:
@@ -298,19 +318,23 @@ def buckets(story: Story) -> Figure:
         for run in story.runs.sort(_rank(story), "batch_size", maintain_order=True).iter_rows(named=True)
         if len(run["bucket_share"]) > 1
         for part in run["bucket_share"]
+        if part["share"] > 0
     ]
     if not rows:
         return Figure(
             "buckets", CHOICE, "Budgets chosen", "replay a policy that chooses among several, such as dcut"
         )
     shares = pl.DataFrame(rows)
-    last = shares.filter(pl.col("batch_size") == pl.col("batch_size").max()).sort("share").row(-1, named=True)
+    first = shares.filter(panel=shares["panel"][0])
+    last = first.filter(batch_size=first["batch_size"][-1]).sort("share").row(-1, named=True)
     title = (
         f"At batch {last['batch_size']} {last['panel']} takes the keep ratio {last['bucket']} "
         f"in {share(last['share'])} of its steps"
     )
     note = "How often each keep ratio was chosen, by batch size."
-    return Figure("buckets", CHOICE, title, note, charts.stacks(shares))
+    wide = shares["panel"].n_unique() > 2
+    chart = charts.stacks(shares, charts.WIDE if wide else charts.WIDTH)
+    return Figure("buckets", CHOICE, title, note, chart, wide)
 
 
 def acceptance(story: Story) -> Figure:
@@ -324,7 +348,7 @@ def ablation(story: Story) -> Figure:
     fixed = [p for p in story.palette if p.partition(":")[0] in ("ratio", "fixed", "full") and story.of(p)]
     gains = {policy: story.both(policy, story.dcut) for policy in fixed} if story.dcut else {}
     gains = {policy: gain for policy, gain in gains.items() if gain}
-    if not gains:
+    if not {*gains} - {"full"}:
         note = "replay dcut and a fixed budget at one batch size, such as --policy dcut,ratio:0.5"
         return Figure("ablation", CHOICE, "One ratio for every step", note)
     drawn = gains | {story.dcut: dict.fromkeys(story.of(str(story.dcut)), 1.0)}
@@ -343,7 +367,8 @@ def ablation(story: Story) -> Figure:
     points = pl.DataFrame(rows, schema=["name", "x", "value"], orient="row")
     note = f"Throughput of fixed budgets relative to {story.dcut}, which decides anew in every step."
     axis = Axis(f"throughput / {story.dcut}", "%")
-    return Figure("ablation", CHOICE, title, note, charts.lines(points, story.palette, BATCH, axis, rule=1.0))
+    diamonds = story.diamonds("published_against_dcut", list(gains))
+    return Figure("ablation", CHOICE, title, note, charts.lines(points, story.palette, BATCH, axis, diamonds))
 
 
 def cost_curves(story: Story) -> Figure:
@@ -375,7 +400,11 @@ def sensitivity(story: Story) -> Figure:
         name="model", x="ratio", value=pl.col("cost_ms") / pl.col("cost_ms").first().over("model")
     )
     palette = dict(
-        zip(points["name"].unique(maintain_order=True), (charts.DEEP, charts.OTHERS[0]), strict=True)
+        zip(
+            points["name"].unique(maintain_order=True),
+            (charts.DEEP, charts.FAMILIES["dcut-plus"][0]),
+            strict=True,
+        )
     )
     dense, experts = (points.filter(name=name)["value"][-1] for name in palette)
     title = (
@@ -397,17 +426,18 @@ def depths(story: Story) -> Figure:
         return Figure(
             "depths", REASON, "Accepted and verified by position", "replay a policy that drafts, such as full"
         )
-    panels = list(dict.fromkeys(found["panel"]))[-_PANELS:]
-    drawn = found.filter(pl.col("panel").is_in(panels))
-    totals = found.group_by("name", maintain_order=True).agg(pl.col("verified", "accepted").sum())
-    title = f"Drafts verified and accepted in a step, for a request at batch {last}: " + ", ".join(
-        f"{name} {verified:.1f} and {accepted:.1f}"
-        for name, verified, accepted in totals.filter(pl.col("name").is_in(panels)).iter_rows()
-    )
+    totals = {
+        name: f"{name} verifies {verified:.1f} drafts a request to accept {accepted:.1f}"
+        for name, verified, accepted in found.group_by("name", maintain_order=True)
+        .agg(pl.col("verified", "accepted").sum())
+        .iter_rows()
+    }
+    told = [name for name in ("full", story.dcut) if name in totals] or [*totals][-1:]
+    title = f"At batch {last} " + ", ".join(totals[name] for name in told)
     note = (
         "By draft position. Pale: share of steps that verify it; solid: that accept it. The rest is wasted."
     )
-    return Figure("depths", REASON, title, note, charts.depths(drawn, story.palette, 1000), wide=True)
+    return Figure("depths", REASON, title, note, charts.depths(found, story.palette, charts.WIDE), wide=True)
 
 
 def kept_tokens(story: Story) -> Figure:
@@ -444,17 +474,10 @@ def _allocation(tokens: pl.DataFrame, diamonds: pl.DataFrame | None = None) -> c
     return charts.lines(points, palette, x, y, diamonds)
 
 
-def wasted(story: Story) -> Figure:
-    axis = Axis("wasted (share of verified positions)", "%", top=1)
-    chart = charts.lines(story.points("wasted_verify_ratio"), story.palette, BATCH, axis)
-    note = "Rejected drafts, as a share of the positions that the target computed."
-    return Figure("waste", REASON, waste(story) or "Verification wasted", note, chart)
-
-
 def honesty(story: Story) -> Figure:
     found = {name: trace for name in story.traces if isinstance(trace := story.trace(name), Trace)}
     if not found:
-        return Figure("honesty", REASON, "Confidence against acceptance", "the replayed trace, in its place")
+        return Figure("honesty", TRUST, "Confidence against acceptance", "the replayed trace, in its place")
     points = pl.concat([calibration(trace).with_columns(name=pl.lit(name)) for name, trace in found.items()])
     palette = dict(zip(found, [charts.FAMILIES["dcut"][0], *charts.OTHERS], strict=False))
     first = points.filter(name=next(iter(found)))
@@ -470,7 +493,7 @@ def honesty(story: Story) -> Figure:
         Axis("share accepted", "%", top=1),
         diagonal=True,
     )
-    return Figure("honesty", REASON, title, note, chart)
+    return Figure("honesty", TRUST, title, note, chart)
 
 
 def prediction(story: Story) -> Figure:
@@ -498,13 +521,22 @@ def prediction(story: Story) -> Figure:
         below = charts.errors(_cells(keep, "{:+.3f}", "{:.3f}"), "keep ratio, difference", ".3f")
         chart = charts.below(chart, below)
     note = "The difference, and below it predicted / published. Blue: predicted too low; orange: too high."
-    return Figure("published", TRUST, title, note, chart, wide=True)
+    return Figure("published", TRUST, title, note, chart)
+
+
+def _with(diamonds: pl.DataFrame | None, note: str) -> str:
+    return note if diamonds is None else f"{note} {_DIAMONDS}"
 
 
 def _cells(rows: pl.DataFrame, difference: str, number: str) -> pl.DataFrame:
     """The rows with what is written into their cells."""
     return rows.with_columns(
-        text=pl.Series([difference.format(e).replace("-", "−").replace("%", " %") for e in rows["error"]]),
+        text=pl.Series(
+            [
+                difference.format(e).replace("-", "−").replace("%", " %")
+                for e in (rows["error"].round(3) + 0.0)
+            ]
+        ),
         detail=pl.Series(
             [
                 f"{number.format(a)} / {number.format(b)}"
@@ -526,8 +558,8 @@ def drafters(story: Story) -> Figure:
         "DFlash-B16": families["full"][0],
         "D-Cut-B16": families["dcut"][0],
         "D-Cut-B8": families["dcut"][1],
-        "EAGLE-3": charts.OTHERS[0],
-        "MTP": charts.OTHERS[0],
+        "EAGLE-3": families["dcut-plus"][0],
+        "MTP": families["dcut-plus"][0],
     }
     drawn = {
         str(model): charts.lines(part, palette, BATCH, THROUGHPUT)
@@ -557,16 +589,15 @@ FIGURES = (
     throughput,
     speedup,
     keep_ratio,
-    buckets,
     acceptance,
     ablation,
+    buckets,
     cost_curves,
     sensitivity,
-    depths,
     kept_tokens,
     allocations,
-    honesty,
-    wasted,
+    depths,
     prediction,
+    honesty,
     drafters,
 )

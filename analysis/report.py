@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from analysis import page
-from analysis.figures import FIGURES, Story, headlines, share
+from analysis.figures import FIGURES, Story, counted, headlines, several, share
 from analysis.results import load
 from dcut.errors import InputError, guard
 
@@ -39,17 +39,19 @@ def report(paths: Sequence[str], out: str | None, png: str | None, progress: boo
 
 
 def _title(story: Story) -> str:
-    return f"Verification budgets compared: {' and '.join(story.traces)}"
+    return f"Verification budgets compared: {several(story.traces)}"
 
 
 def _subtitle(story: Story) -> str:
     """What was run, in one line."""
     meta = story.results[0].meta
-    pair = " with ".join(str(meta[key]) for key in ("target", "drafter") if meta.get(key))
-    width = story.runs["draft_length"][0] + 1
-    sizes = ", ".join(map(str, story.batch_sizes))
-    sources = f"results {' and '.join(story.sources)}"
-    return f"{pair + ', ' if pair else ''}D = {width}, batch {sizes}, {len(story.runs)} runs, {sources}."
+    facts = [
+        " with ".join(str(meta[key]) for key in ("target", "drafter") if meta.get(key)),
+        f"D = {story.runs['draft_length'][0] + 1}",
+        f"batch {', '.join(map(str, story.batch_sizes))}",
+        f"{counted(len(story.runs), 'run')} from {several(story.sources)}",
+    ]
+    return " · ".join(filter(None, facts))
 
 
 def _rows(story: Story) -> list[dict[str, Any]]:
@@ -67,7 +69,7 @@ def _rows(story: Story) -> list[dict[str, Any]]:
             "acceptance length": f"{run['mean_acceptance_length']:.2f}",
             "wasted": share(run["wasted_verify_ratio"]),
             "steps": f"{run['num_steps']:,}",
-            "seed": run["seed"],
+            "seed": "–" if run["seed"] is None else run["seed"],
         }
         for run in runs
     ]

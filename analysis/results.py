@@ -196,10 +196,19 @@ def published_method(policy: str) -> str | None:
 
 
 def against_published(runs: pl.DataFrame) -> pl.DataFrame:
-    """The runs of the published set-up, joined with published_tps and published_keep (null but for D-Cut)."""
+    """The runs of the published set-up, joined with the columns published_*, one row a run.
+
+    published_keep is null but for D-Cut; published_speedup is relative to plain decoding and
+    published_against_dcut to D-Cut.
+    """
     same = runs.filter(trace=PUBLISHED_TRACE).filter(pl.col("cost").is_null())
     rows = published("throughput").filter(model="Qwen3-8B").rename({"bs": "batch_size"})
     rows = rows.rename({"steady_output_tok_s": "published_tps", "keep_ratio": "published_keep"}).drop("model")
+    tps = pl.col("published_tps")
+    rows = rows.with_columns(
+        (tps / tps.filter(pl.col("method") == base).first().over("batch_size")).alias(name)
+        for name, base in (("published_speedup", "AR"), ("published_against_dcut", "D-Cut-B16"))
+    )
     method = pl.Series("method", [published_method(policy) for policy in same["policy"]], dtype=pl.String)
     return same.with_columns(method).join(
         rows, on=["method", "batch_size"], how="inner", maintain_order="left"
