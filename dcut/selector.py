@@ -111,40 +111,38 @@ def _select(
             count[slot] += 1
             mass[slot] += survival[i, k]
     best, best_utility, best_sum = -1, -1.0, 0.0
+    edge, kept, total = 0, 0, 0.0  # all slots in the bins before edge, and their survival
+    best_edge, best_rest = 0, np.empty(0, np.int64)
     for q in range(len(budgets)):
-        edge, left, total = _edge(budgets[q], count, mass)
-        if left > 0:
-            for value in _ranked(survival, bins, edge, count[edge])[0][:left]:
-                total += value
-        utility = (total + bonus) / seconds[q]
+        if budgets[q] < kept:
+            edge, kept, total = 0, 0, 0.0
+        while kept < budgets[q] and kept + count[edge] <= budgets[q]:
+            kept += count[edge]
+            total += mass[edge]
+            edge += 1
+        expected, rest = total, best_rest[:0]
+        if kept < budgets[q]:
+            values, rest = _ranked(survival, bins, edge, budgets[q] - kept, count[edge])
+            for value in values:
+                expected += value
+        utility = (expected + bonus) / seconds[q]
         if utility > best_utility:
-            best, best_utility, best_sum = q, utility, total
-    edge, left, _ = _edge(budgets[best], count, mass)
+            best, best_utility, best_sum, best_edge, best_rest = q, utility, expected, edge, rest
     for i in range(batch):
         depth = 0
-        while depth < width and bins[i, depth] < edge:
+        while depth < width and bins[i, depth] < best_edge:
             depth += 1
         keep_depth[i] = depth
-    if left > 0:
-        for i in _ranked(survival, bins, edge, count[edge])[1][:left]:
-            keep_depth[i] += 1
+    for i in best_rest:
+        keep_depth[i] += 1
     return best, best_sum
 
 
 @numba.njit(cache=True, nogil=True)
-def _edge(budget: int, count: np.ndarray, mass: np.ndarray) -> tuple[int, int, float]:
-    """The bin in which the budget ends, how many of its slots are kept, the survival of all bins above."""
-    left, total, edge = budget, 0.0, 0
-    while edge < len(count) and count[edge] <= left:
-        left -= count[edge]
-        total += mass[edge]
-        edge += 1
-    return edge, left, total
-
-
-@numba.njit(cache=True, nogil=True)
-def _ranked(survival: np.ndarray, bins: np.ndarray, edge: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Survival and request of the slots of one bin: best first, then earlier position, then lower request."""
+def _ranked(
+    survival: np.ndarray, bins: np.ndarray, edge: int, num: int, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Survival and request of the `num` best of the `size` slots of a bin; ties: position, then request."""
     batch, width = survival.shape
     values = np.empty(size, np.float64)
     requests = np.empty(size, np.int64)
@@ -155,5 +153,5 @@ def _ranked(survival: np.ndarray, bins: np.ndarray, edge: int, size: int) -> tup
                 values[n] = survival[i, k]
                 requests[n] = i
                 n += 1
-    order = np.argsort(-values, kind="mergesort")  # stable: equal values stay in (position, request) order
+    order = np.argsort(-values, kind="mergesort")[:num]  # stable: ties stay in (position, request) order
     return values[order], requests[order]
