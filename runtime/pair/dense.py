@@ -25,39 +25,41 @@ def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> Tensor:
 @torch.no_grad()
 def generate(
     target: CausalLM, prompts: Sequence[Sequence[int]], max_tokens: int, end: int
-) -> Iterator[list[int]]:
+) -> list[list[int]]:
     """Greedy continuations of one batch of prompts, each up to and including `end`, prompts not repeated."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ids = pad(prompts)
-    batch, width, rows = len(prompts), ids.shape[1] + max_tokens, torch.arange(len(prompts))
+    width = ids.shape[1] + max_tokens
     cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        room = (batch, width, *k.shape[2:])
-        cache[layer] = (k.new_zeros(room), v.new_zeros(room))
-        for held, fresh in zip(cache[layer], (k, v), strict=True):
-            held[:, : fresh.shape[1]] = fresh
+        cache[layer] = (F.pad(k, (0, 0, 0, 0, 0, max_tokens)), F.pad(v, (0, 0, 0, 0, 0, max_tokens)))
         return causal(layer, q, k, v)
 
     def step(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = cache[layer]
+        rows, used = torch.arange(len(q)), int(lengths.max()) + 1
         keys[rows, lengths], values[rows, lengths] = k[:, 0], v[:, 0]
-        used = int(lengths.max()) + 1
         return attention(q, keys[:, :used], values[:, :used], visible[:, None, :used])
 
     hidden, _ = target(ids, torch.arange(ids.shape[1]).expand_as(ids), prefill)
-    newest = target.logits(hidden[rows, lengths - 1]).argmax(-1)
-    out = [newest]
-    running = newest != end
-    while len(out) < max_tokens and running.any():
+    newest = target.logits(hidden[torch.arange(len(prompts)), lengths - 1]).argmax(-1)
+    out = [[token] for token in newest.tolist()]
+    running = torch.arange(len(prompts))  # which answer each row of the batch continues
+    for _ in range(max_tokens - 1):
+        keep = newest != end
+        if not keep.all():
+            newest, lengths, running = newest[keep], lengths[keep], running[keep]
+            cache.update({layer: (k[keep], v[keep]) for layer, (k, v) in cache.items()})
+        if not len(running):
+            break
         visible = torch.arange(width) <= lengths[:, None]
         hidden, _ = target(newest[:, None], lengths[:, None], step)
         newest = target.logits(hidden[:, 0]).argmax(-1)
         lengths = lengths + 1
-        running = running & (newest != end)
-        out.append(newest)
-    for tokens in torch.stack(out, dim=1).tolist():
-        yield tokens[: tokens.index(end) + 1] if end in tokens else tokens
+        for answer, token in zip(running.tolist(), newest.tolist(), strict=True):
+            out[answer].append(token)
+    return out
 
 
 def scored(q: Tensor, k: Tensor) -> Tensor:

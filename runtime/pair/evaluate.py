@@ -78,7 +78,7 @@ class Drafted:
 def read_prompts(path: Path, limit: int | None = None) -> list[dict[str, str]]:
     """Prompts of a JSON-lines file with `prompt` and `domain`, at most `limit` of each domain."""
     prompts, seen = [], dict[str, int]()
-    for line in path.open():
+    for line in path.read_text().splitlines():
         prompt = json.loads(line)
         seen[prompt["domain"]] = seen.get(prompt["domain"], 0) + 1
         if limit is None or seen[prompt["domain"]] <= limit:

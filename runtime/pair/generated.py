@@ -563,6 +563,21 @@ def _sorting(rng: Random) -> Pair:
     return ask.format(w=", ".join(words)), "\n".join(lines)
 
 
+def _copy(rng: Random) -> Pair:
+    kinds = rng.sample(list(FIELDS), rng.randint(1, 3))
+    words = [str(FIELDS[rng.choice(kinds)](rng)) for _ in range(rng.randint(4, 12))]
+    ask, answer = rng.choice(
+        (
+            ("Repeat: {line}", " ".join(words)),
+            ("Copy this line.\n\n{line}", " ".join(words)),
+            ("Number these: {line}", "\n".join(f"{index}. {word}" for index, word in enumerate(words, 1))),
+            ("Make a bullet list of {line}", "\n".join(f"- {word}" for word in words)),
+            ("Write these with commas: {line}", ", ".join(words)),
+        )
+    )
+    return ask.format(line=" ".join(words)), answer
+
+
 CONDITIONS = {
     "even": ("{x} % 2 == 0", lambda value: value % 2 == 0),
     "odd": ("{x} % 2 == 1", lambda value: value % 2 == 1),
@@ -688,5 +703,5 @@ def _tests(rng: Random) -> Pair:
 
 CHAT: tuple[Generator, ...] = (_trip, _recipe, _mail, _advice, _compare, _story, _schedule)
 MATH: tuple[Generator, ...] = (_addition, _product, _shopping, _equation, _sequence, _mean, _rectangle)
-DATA: tuple[Generator, ...] = (_csv, _csv, _extract, _sorting)
+DATA: tuple[Generator, ...] = (_csv, _csv, _extract, _sorting, _copy, _copy)
 CODE: tuple[Generator, ...] = (_filtering, _filtering, _dataclass, _arguments, _tests)

@@ -54,12 +54,12 @@ class Recipe:
     """Everything that decides the result; counts are steps and rows of a step."""
 
     seed: int = 0
-    corpus_samples: int = 64_000
+    corpus_samples: int = 60_000
     row_tokens: int = 320
-    target_steps: int = 2800
+    target_steps: int = 2000
     target_rows: int = 12
     held_out_each: int = 64
-    greedy_each: int = 900
+    greedy_each: int = 700
     greedy_tokens: int = 192
     dflash16_steps: int = 1600
     dflash8_steps: int = 400
@@ -113,18 +113,21 @@ def build_corpus(recipe: Recipe, pools: data.Pools, work: Path) -> None:
     drawn = list(
         tqdm(data.samples(pools, recipe.corpus_samples, recipe.seed), "samples", recipe.corpus_samples)
     )
-    texts = (text for sample in drawn[:16_000] for text in (sample.prompt, sample.answer))
-    tokenizer = train_tokenizer(texts, TARGET.vocab_size)
-    prompts = encode_prompts(tokenizer, [sample.prompt for sample in drawn])
-    answers = tokenizer.encode_batch([sample.answer for sample in drawn])
-    stream = [
-        token
-        for prompt, answer in zip(prompts, answers, strict=True)
-        for token in (*prompt, *answer.ids, END)
-    ]
-    rows = np.array(stream[: len(stream) // recipe.row_tokens * recipe.row_tokens], dtype=np.uint16)
-    save_tokenizer(tokenizer, work / "target")
-    np.save(work / "rows.npy", rows.reshape(-1, recipe.row_tokens))
+    if not (work / "target" / "tokenizer.json").exists():
+        texts = (text for sample in drawn[:16_000] for text in (sample.prompt, sample.answer))
+        save_tokenizer(train_tokenizer(texts, TARGET.vocab_size), work / "target")
+    tokenizer = Tokenizer.from_file(str(work / "target" / "tokenizer.json"))
+    rows, left = [], []
+    for start in tqdm(range(0, len(drawn), 1000), "tokens"):
+        part = drawn[start : start + 1000]
+        prompts = encode_prompts(tokenizer, [sample.prompt for sample in part])
+        answers = tokenizer.encode_batch([sample.answer for sample in part])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            left += [*prompt, *answer.ids, END]
+        whole = len(left) // recipe.row_tokens * recipe.row_tokens
+        rows.append(np.array(left[:whole], dtype=np.uint16).reshape(-1, recipe.row_tokens))
+        left = left[whole:]
+    np.save(work / "rows.npy", np.concatenate(rows))
 
 
 def optimizers(model: nn.Module, matrix_lr: float, other_lr: float) -> list[torch.optim.Optimizer]:
@@ -243,7 +246,7 @@ def make_greedy(recipe: Recipe, pools: data.Pools, work: Path) -> None:
     tokenizer = Tokenizer.from_file(str(work / "target" / "tokenizer.json"))
     rng = Random(recipe.seed + 1)
     drawn = [
-        data.sample(domain, pools, rng).prompt for _ in range(recipe.greedy_each) for domain in data.DOMAINS
+        data.sample(domain, pools, rng).prompt for domain in data.DOMAINS for _ in range(recipe.greedy_each)
     ]
     prompts = encode_prompts(tokenizer, drawn)
     path, batch = work / "greedy.jsonl", 100
@@ -277,7 +280,7 @@ class Batch:
     prompt_tokens: Tensor  # [rows]
     lengths: Tensor  # [rows], prompt and answer
     hidden: Tensor  # [rows, length, hidden], after the last norm
-    features: Tensor | None  # [rows, length, taps * hidden]
+    features: Tensor  # [rows, length, taps * hidden]
 
     def answers(self, places: Tensor) -> Tensor:
         """True where a position [rows, ...] lies in its row's answer."""
@@ -286,23 +289,36 @@ class Batch:
 
 
 class Batches:
-    """Random batches of greedy sequences, drawn anew by step number."""
+    """Random batches of greedy sequences, by step number; what the target makes of each is kept."""
 
     def __init__(self, work: Path, target: CausalLM, rows: int, taps: tuple[int, ...]) -> None:
-        lines = [json.loads(line) for line in (work / "greedy.jsonl").open()]
+        lines = [json.loads(line) for line in (work / "greedy.jsonl").read_text().splitlines()]
         self.lines = [line for line in lines if len(line["ids"]) - line["prompt_tokens"] >= 4]
         self.target, self.rows, self.taps = target, rows, taps
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """Hidden and features of one sequence, bf16 [length, ...]; without taps the features are empty."""
+        if index not in self.read:
+            ids = torch.tensor(self.lines[index]["ids"])
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden, features = self.target(ids[None], torch.arange(len(ids))[None], causal, self.taps)
+            empty = hidden.new_zeros(len(ids), 0)
+            self.read[index] = (hidden[0].bfloat16(), empty if features is None else features[0].bfloat16())
+        return self.read[index]
+
     def __call__(self, step: int) -> Batch:
-        lines = Random(step).sample(self.lines, self.rows)
-        ids = pad([line["ids"] for line in lines])
-        with torch.autocast("cpu", torch.bfloat16):
-            positions = torch.arange(ids.shape[1]).expand_as(ids)
-            hidden, features = self.target(ids, positions, causal, self.taps)
-        prompt_tokens = torch.tensor([line["prompt_tokens"] for line in lines])
-        lengths = torch.tensor([len(line["ids"]) for line in lines])
-        return Batch(ids, prompt_tokens, lengths, hidden, features)
+        picked = Random(step).sample(range(len(self.lines)), self.rows)
+        hidden, features = zip(*(self.states(index) for index in picked), strict=True)
+        lines = [self.lines[index] for index in picked]
+        return Batch(
+            ids=pad([line["ids"] for line in lines]),
+            prompt_tokens=torch.tensor([line["prompt_tokens"] for line in lines]),
+            lengths=torch.tensor([len(line["ids"]) for line in lines]),
+            hidden=nn.utils.rnn.pad_sequence(list(hidden), batch_first=True).float(),
+            features=nn.utils.rnn.pad_sequence(list(features), batch_first=True).float(),
+        )
 
 
 def block_loss(drafter: DFlash, target: CausalLM, batch: Batch, blocks: int) -> Tensor:
