@@ -87,11 +87,10 @@ def accept(
     whose distributions do not follow its draws.
     """
     counts = keep_depth + 1
-    ends = np.cumsum(counts)
-    first = ends - counts
+    first = np.cumsum(counts) - counts
     width = int(keep_depth.max(initial=0))
     kept = np.arange(width) < keep_depth[:, None]  # [batch, width]
-    row = np.minimum(first[:, None] + np.arange(width), ends[-1] - 1)  # that judges draft k of request i
+    row = np.minimum(first[:, None] + np.arange(width), len(logits) - 1)  # that judges draft k of request i
     best = logits.argmax(-1).cpu().numpy()
     good = kept & (best[row] == drafts.tokens[:, :width])
     if temperatures is None or not temperatures.any():
