@@ -15,6 +15,7 @@ import vl_convert
 
 from analysis.charts import CONFIG, GRID, INK, MUTED
 from analysis.figures import Figure
+from dcut.policies import POLICIES
 
 GLOSSARY = {
     "draft": "A token that the small model (the drafter) proposes. D − 1 of them follow each known token.",
@@ -26,11 +27,6 @@ GLOSSARY = {
     "wasted": "Rejected drafts, as a share of all verified positions.",
     "survival score": "A draft's confidence times those before it: its estimated chance of being accepted.",
     "steady state": "The steps in which at least 85 % of the batch is active. All rates are measured there.",
-    "off": "Plain decoding: no drafts, one token a request and step.",
-    "full": "Every draft is verified.",
-    "fixed:K": "The first K drafts of every request are verified.",
-    "ratio:R": "The best drafts of the whole batch are verified, always the share R of the positions.",
-    "dcut": "Of a few keep ratios, each step takes the one with the most expected tokens a second.",
 }
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -62,7 +58,7 @@ def html(
         table=_table(runs),
         absent=f"<h2>Not drawn</h2>\n{lines}" if absent else "",
         glossary="".join(
-            f"<dt>{escape(word)}</dt><dd>{escape(text)}</dd>" for word, text in GLOSSARY.items()
+            f"<dt>{escape(word)}</dt><dd>{escape(text)}</dd>" for word, text in _words(runs).items()
         ),
         bundle=_bundle(),
         config=_script(CONFIG),
@@ -84,6 +80,18 @@ def png(figure: Figure) -> bytes:
     spec = _spec(figure) | {"title": title, "padding": 14}
     config = CONFIG | {"background": "white", "font": "DejaVu Sans, sans-serif"}
     return vl_convert.vegalite_to_png(spec, vl_version=_version(), scale=2, config=config)
+
+
+def _words(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The glossary, and of every policy that was run the first sentence of its own description."""
+    families = dict.fromkeys(run["policy"].partition(":")[0] for run in runs)
+    kinds = {name: POLICIES[name] for name in families if name in POLICIES}
+    return GLOSSARY | {name: _first_sentence(kind.__doc__ or "") for name, kind in kinds.items()}
+
+
+def _first_sentence(text: str) -> str:
+    """The first paragraph of a docstring as plain text."""
+    return " ".join(text.partition("\n\n")[0].replace("`", "").split())
 
 
 def _figure(figure: Figure) -> str:
@@ -113,7 +121,7 @@ def _spec(figure: Figure) -> dict[str, Any]:
 
 def _script(value: Any) -> str:
     """JSON that may stand inside a script element."""
-    return json.dumps(value, separators=(",", ":")).replace("</", "<\\/")
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @cache

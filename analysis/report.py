@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def _rows(story: Story) -> list[dict[str, Any]]:
 def _write(files: dict[Path, bytes]) -> None:
     """Write all files or none: each under a temporary name first, then all renamed."""
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in files}
+    made = dict.fromkeys(parent for path in files for parent in path.parents if not parent.exists())
     try:
         for path, part in parts.items():
             if path.is_dir():
@@ -86,9 +88,14 @@ def _write(files: dict[Path, bytes]) -> None:
             part.write_bytes(files[path])
         for path, part in parts.items():
             part.replace(path)
-    finally:
+    except BaseException:
         for part in parts.values():
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
+        for parent in made:  # deepest first; one that holds something stays
+            with suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 def main() -> None:

@@ -65,8 +65,9 @@ def load(paths: Sequence[str | Path]) -> list[Results]:
 
 
 def _load(path: Path, source: str) -> Results:
-    if path.is_dir() and not (path / "runs.parquet").is_file():
-        raise InputError(f"{path} is not a results directory: it holds no runs.parquet")
+    if not (path / "runs.parquet").is_file():
+        found = "it holds no runs.parquet" if path.is_dir() else "no directory is there"
+        raise InputError(f"{path} is not a results directory: {found}; sim.replay --out makes one")
     meta, tables, documents = read_directory(path, RUNS)
     runs = tables["runs"]
     missing = [name for name in _COLUMNS if name not in runs.columns]

@@ -1,0 +1,347 @@
+"""The report says what the runs say, stands beside the published figures, and loads nothing from anywhere."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import strategies as st
+from scenes import make_trace
+
+from analysis import charts, page, report
+from analysis.figures import FIGURES, Figure, Story, full_against_off, headlines, ranking_gain, retention
+from analysis.results import PUBLISHED, Results, against_published, allocation, calibration, load, step_times
+from dcut.errors import guard
+from sim.replay import Config, replay
+from traces.store import open_trace
+
+SIZES = (4, 16, 64)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A results directory of the published set-up, smaller than the demo's."""
+    out = tmp_path_factory.mktemp("results") / "replay"
+    policies = "off,full,ratio:0.75,ratio:0.5,dcut"
+    replay(Config(policy=policies, batch_sizes=SIZES, requests=128, out=str(out)))
+    return out
+
+
+@pytest.fixture(scope="session")
+def written(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a report with its pictures."""
+    out = tmp_path_factory.mktemp("report")
+    report.report([str(results)], str(out / "report.html"), str(out / "png"))
+    return out
+
+
+@pytest.fixture(scope="session")
+def text(written: Path) -> str:
+    return (written / "report.html").read_text(encoding="utf-8")
+
+
+def specs(text: str) -> dict[str, dict]:
+    """The Vega-Lite specifications inside a page."""
+    line = next(line for line in text.splitlines() if "Object.entries(" in line)
+    return json.loads(line.partition("Object.entries(")[2].rpartition(")) vegaEmbed")[0])
+
+
+def made_up(throughput: dict[tuple[str, int], float], results: Path) -> Story:
+    """A story of the given throughputs alone; everything else is that of real runs."""
+    first = load([results])[0]
+    row = first.runs.row(0, named=True) | {"trace": "elsewhere"}
+    rows = [
+        row | {"policy": policy, "batch_size": batch, "throughput_tps": tps}
+        for (policy, batch), tps in throughput.items()
+    ]
+    runs = pl.DataFrame(rows, schema=first.runs.schema)
+    return Story([Results("made-up", first.meta, runs, first.cost)])
+
+
+# ---- the page --------------------------------------------------------------------------------------------
+
+
+def test_the_page_loads_nothing_and_tells_the_browser_to_refuse_it(text: str) -> None:
+    script = re.compile(r"<script>.*?</script>", re.DOTALL)
+    markup = script.sub("", text)
+    assert not re.search(r"<(link|img|iframe|object|embed|base)\b|\bsrc=|\bhref=|@import|url\(", markup)
+    assert "http" not in markup.replace("http-equiv", "")
+    assert "default-src 'none'" in markup
+    assert len(script.findall(text)) == 2  # the Vega bundle once, and the charts
+    assert text.count("</script>") == 2
+    for spec in specs(text).values():
+        assert spec.pop("$schema").startswith(
+            "https://vega.github.io/schema/vega-lite/"
+        )  # a name, not loaded
+        assert "http" not in json.dumps(spec)
+        assert '"url"' not in json.dumps(spec)
+
+
+def test_every_figure_is_drawn_for_the_published_trace(text: str, written: Path) -> None:
+    assert len(specs(text)) == len(FIGURES)
+    assert "Not drawn" not in text
+    for name in specs(text):
+        assert f'id="chart-{name}"' in text
+        assert (written / "png" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_published_cell_of_the_runs_is_shown_with_its_error(results: Path, text: str) -> None:
+    cells = against_published(load([results])[0].runs)
+    assert len(cells) == 5 * len(SIZES)
+    shown = json.dumps(specs(text)["published"], ensure_ascii=False)
+    for cell in cells.iter_rows(named=True):
+        assert f"{cell['throughput_tps']:,.0f} / {cell['published_tps']:,.0f}" in shown
+        if cell["method"] == "D-Cut-B16":
+            assert f"{cell['keep_ratio']:.3f} / {cell['published_keep']:.3f}" in shown
+
+
+def test_a_policy_has_one_color_in_all_charts(text: str) -> None:
+    palettes = re.findall(r'"domain":(\["off"[^]]*\]),"range":(\[[^]]*\])', text)
+    assert len(palettes) > 8
+    assert len(set(palettes)) == 1
+    domain, colors = map(json.loads, palettes[0])
+    assert domain == ["off", "full", "ratio:0.75", "ratio:0.5", "dcut"]
+    assert len(set(colors)) == 5
+
+
+def test_what_the_runs_do_not_hold_is_left_out_and_named(results: Path) -> None:
+    story = made_up({("off", 8): 100.0}, results)
+    figures = [draw(story) for draw in FIGURES]
+    absent = {figure.name for figure in figures if figure.chart is None}
+    assert absent >= {"buckets", "ablation", "retention", "allocation", "published", "depths"}
+    text = page.html("title", "", headlines(story), figures, [{"batch": 8, "policy": "off"}])
+    assert "Not drawn" in text
+    assert "no trace &#x27;elsewhere&#x27;" in text
+    assert {*specs(text)} == {figure.name for figure in figures} - absent
+
+
+def test_names_from_outside_cannot_break_out_of_the_page(results: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    story = made_up({("off", 8): 100.0, (evil, 8): 50.0}, results)
+    figures = [draw(story) for draw in FIGURES]
+    text = page.html(
+        evil, evil, [evil], [*figures, Figure("x", evil, evil, evil)], [{"batch": 8, "policy": evil}]
+    )
+    assert "<script>alert" not in text
+    assert text.count("</script>") == 2
+
+
+def test_several_results_are_told_apart_and_compared(results: Path, tmp_path: Path) -> None:
+    other = tmp_path / "replay"
+    replay(Config(policy="off,dcut", batch_sizes=(4,), requests=64, seed=1, out=str(other)))
+    story = Story(load([results, other]))
+    assert story.sources[0].endswith("/replay")
+    assert story.sources[1].endswith("/replay")
+    assert len({*story.sources}) == 2
+    assert "over 2 runs that both have" in headlines(story)[-1]
+    dashes = json.dumps(
+        next(f for draw in FIGURES if (f := draw(story)).name == "throughput").chart.to_dict()
+    )
+    assert all(source in dashes for source in story.sources)
+
+
+# ---- sentences -------------------------------------------------------------------------------------------
+
+
+def test_sentences_are_computed_from_the_runs(results: Path) -> None:
+    losing = made_up(
+        {
+            ("off", 4): 100,
+            ("full", 4): 150,
+            ("off", 8): 100,
+            ("full", 8): 90,
+            ("off", 64): 100,
+            ("full", 64): 42,
+        },
+        results,
+    )
+    assert full_against_off(losing) == (
+        "At batch 64 full verification runs at 42\N{NO-BREAK SPACE}% of plain decoding; "
+        "it is slower than plain decoding from batch 8"
+    )
+    assert headlines(losing)[0] == "Fastest: full at batch 4, off at batch 8 to 64"
+    winning = made_up({("off", 4): 100, ("full", 4): 150}, results)
+    assert full_against_off(winning) == (
+        "Full verification beats plain decoding throughout, 1.50 times at batch 4"
+    )
+
+
+def test_an_oracle_is_never_called_the_fastest(results: Path) -> None:
+    story = made_up({("off", 4): 100, ("dcut", 4): 150, ("oracle", 4): 900}, results)
+    assert headlines(story)[0] == "dcut is the fastest policy at every batch size"
+
+
+def test_the_write_ups_sentences_come_out_of_the_demo(results: Path) -> None:
+    said = " ".join(headlines(Story(load([results]))))
+    full = int(re.findall(r"At batch 64 full verification runs at (\d+)", said)[0])
+    assert full == pytest.approx(42, abs=3)
+    assert "slower than plain decoding from batch 16" in said
+    half = int(re.findall(r"keep (\d+)", retention(allocation(open_trace("h20-qwen3-8b"))))[0])
+    assert half == pytest.approx(95, abs=2)
+    gains = re.findall(r"(\d+)\N{NO-BREAK SPACE}%", ranking_gain(allocation(open_trace("h20-allocation"))))
+    assert all(20 <= int(gain) <= 25 for gain in gains)
+
+
+# ---- what is computed beyond the runs --------------------------------------------------------------------
+
+
+def test_allocation_agrees_with_a_full_sort() -> None:
+    trace = make_trace([40] * 8, draft_length=5)
+    found = allocation(trace, batch_size=4, num_batches=10_000)
+    rows, arrays = [], trace.arrays
+    for first, count in zip(arrays.first_row, arrays.num_rows, strict=True):
+        at = first
+        while at < first + count:
+            rows.append(at)
+            at += 1 + arrays.num_accepted[at]
+    order = np.random.default_rng(0).permutation(len(rows))[: len(rows) // 4 * 4].reshape(-1, 4)
+    for depth in range(6):
+        gained = []
+        for batch in np.array(rows)[order]:
+            kept = reference.select(arrays.confidences[batch], np.array([4 * depth]), np.ones(1)).keep_depth
+            gained.append(np.minimum(arrays.num_accepted[batch], kept).sum() + 4)
+        uniform = np.minimum(arrays.num_accepted[rows], depth)[order].sum(axis=1).mean() + 4
+        at = found.filter(num_verify_tokens=4 * (depth + 1))
+        assert at.filter(name="by confidence")["value"][0] == pytest.approx(np.mean(gained))
+        assert at.filter(name="uniform")["value"][0] == pytest.approx(uniform)
+
+
+def test_allocation_meets_the_published_one() -> None:
+    found = allocation(open_trace("h20-allocation"))
+    rows = pl.read_csv(PUBLISHED / "allocation.csv")
+    for strategy, verified, accepted in rows.select(
+        "strategy", "verify_tokens", "accepted_tokens"
+    ).iter_rows():
+        name = "uniform" if strategy.startswith("fixed") else "by confidence"
+        value = found.filter(name=name, num_verify_tokens=verified)["value"][0]
+        assert value == pytest.approx(accepted, rel=0.04), strategy
+
+
+def test_honest_confidences_lie_on_the_diagonal() -> None:
+    bins = calibration(make_trace([400] * 40, draft_length=4))  # accepted with just these probabilities
+    assert bins["num_drafts"].sum() > 10_000
+    assert np.abs(bins["x"].to_numpy() - bins["value"].to_numpy()).max() < 0.05
+
+
+def test_step_times_are_those_of_the_table() -> None:
+    trace = open_trace("h20-qwen3-8b")
+    assert trace.cost
+    curves = step_times(trace.cost, [], 16)
+    for batch, x, value in curves.select("batch_size", "x", "value").iter_rows():
+        assert value == pytest.approx(1000 * trace.cost.seconds(batch, x * batch * 16))
+    assert curves.filter("dot").filter(batch_size=64).select("x").to_series().to_list() == [
+        1 / 16, 0.25, 0.5, 0.75, 1.0
+    ]  # fmt: skip
+
+
+def test_the_shipped_figures_are_the_published_ones(shared: Path) -> None:
+    for file in sorted(PUBLISHED.glob("*.csv")):
+        assert file.read_bytes() == (shared / "published" / file.name).read_bytes()
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=12))
+def test_labels_keep_their_distance_and_their_order(values: list[float]) -> None:
+    placed = charts.spread(values, 5.0, 0.0)
+    ranked = [place for _, place in sorted(zip(values, placed, strict=True))]
+    assert min(placed) >= 0
+    assert all(b - a >= 5 - 1e-9 for a, b in pairwise(ranked))
+    if all(b - a >= 5 for a, b in pairwise(sorted(values))):
+        assert placed == pytest.approx(values)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["analysis.report", *arguments])
+    return guard(report.main)
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    """What a refusal says: one line, on stderr."""
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("missing", "no directory is there"),
+        ("file", "no directory is there"),
+        ("empty", "holds no runs.parquet"),
+        ("truncated", "damaged or truncated"),
+        ("no meta", "meta.json is missing"),
+    ],
+)
+def test_what_is_no_results_directory_is_refused_in_one_line(
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: str,
+    said: str,
+) -> None:
+    place, out = tmp_path / "place", tmp_path / "out" / "report.html"
+    if damage == "file":
+        place.write_text("")
+    if damage in ("empty", "truncated", "no meta"):
+        place.mkdir()
+    if damage in ("truncated", "no meta"):
+        for name in ("runs.parquet", "cost.json", "meta.json"):
+            (place / name).write_bytes((results / name).read_bytes())
+    if damage == "truncated":
+        (place / "runs.parquet").write_bytes((place / "runs.parquet").read_bytes()[:-9])
+    if damage == "no meta":
+        (place / "meta.json").unlink()
+    error = refused(capsys, run(monkeypatch, str(results), str(place), "--out", str(out)))
+    assert said in error
+    assert str(place) in error
+    assert not out.parent.exists()
+
+
+def test_results_named_twice_are_refused(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "named twice" in refused(capsys, run(monkeypatch, str(results), str(results)))
+
+
+@pytest.mark.parametrize("option", ["--out", "--png"])
+def test_a_place_that_cannot_be_written_leaves_nothing_behind(
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+) -> None:
+    monkeypatch.setattr(report, "FIGURES", FIGURES[:1])
+    (tmp_path / "file").write_text("mine")
+    places = {"--out": str(tmp_path / "new" / "report.html"), "--png": str(tmp_path / "png")}
+    places[option] = str(tmp_path / "file" / "below")
+    refused(capsys, run(monkeypatch, str(results), *(word for pair in places.items() for word in pair)))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_directory_is_not_overwritten_by_a_page(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "FIGURES", FIGURES[:1])
+    assert "is a directory" in refused(capsys, run(monkeypatch, str(results), "--out", str(tmp_path)))
+
+
+def test_the_command_says_where_the_report_is(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "FIGURES", FIGURES[:1])
+    out = tmp_path / "new" / "report.html"
+    assert run(monkeypatch, str(results), "--out", str(out)) == 0
+    assert capsys.readouterr().out == f"report in {out}\n"
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
