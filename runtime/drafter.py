@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dcut.errors import InputError
-from runtime.kv_cache import KVCache, Rows, make_cache
+from runtime.graphs import Graphs, Shape, powers_of_two
+from runtime.kv_cache import DeviceRows, GridCache, KVCache, Rows, make_cache
 from runtime.models import MTP, CausalLM, DFlash, Eagle3, load_drafter
 
 MOST_PENDING = 4096  # rows of target output that wait for the drafter before it takes them in unasked
@@ -122,13 +123,21 @@ class _ModelDrafter:
 
     parallel = False
 
-    def __init__(self, model: Any, target: CausalLM, draft_length: int, num_slots: int, max_tokens: int):
+    def __init__(
+        self,
+        model: Any,
+        target: CausalLM,
+        draft_length: int,
+        num_slots: int,
+        max_tokens: int,
+        padded: bool = False,
+    ) -> None:
         self.model, self.target, self.draft_length = model, target, draft_length
         weight = next(model.parameters())
         self.device = weight.device
         # Drafts are written behind the context and overwritten by the next one.
         room = max_tokens + draft_length + 1
-        self.cache: KVCache = make_cache(model.config, num_slots, room, weight.device, weight.dtype)
+        self.cache: KVCache = make_cache(model.config, num_slots, room, weight.device, weight.dtype, padded)
         self.waiting: list[Seen] = []
 
     @property
@@ -166,8 +175,16 @@ class DFlashDrafter(_ModelDrafter):
     parallel = True
     model: DFlash
 
-    def __init__(self, model: DFlash, target: CausalLM, num_slots: int, max_tokens: int) -> None:
-        super().__init__(model, target, model.config.draft_length, num_slots, max_tokens)
+    def __init__(
+        self, model: DFlash, target: CausalLM, num_slots: int, max_tokens: int, padded: bool | None = None
+    ) -> None:
+        """padded: as for `runtime.verifier.TorchVerifier`."""
+        padded = target.lm_head.weight.device.type == "cuda" if padded is None else padded
+        super().__init__(model, target, model.config.draft_length, num_slots, max_tokens, padded)
+        self.graphs: Graphs | None = None
+        if padded:
+            sizes, width = powers_of_two(num_slots), self.draft_length + 1
+            self.graphs = Graphs(self._run_padded, self.device, sizes, (width,), self.cache.max_tokens)
 
     @torch.inference_mode()
     def _take_in(self, seen: Seen) -> None:
@@ -188,11 +205,25 @@ class DFlashDrafter(_ModelDrafter):
     ) -> Drafts:
         self._catch_up()
         rows = Rows.blocks(slots, lengths, self.draft_length + 1)
-        block = self.model.block(self._ids(anchors))
-        positions = self._ids(rows.positions).view(block.shape)
-        hidden = self.model(self.target.embed(block), positions, self.cache.attend(rows))
-        # The masks after `width` are computed, for they shape the ones before, but not projected.
-        return propose(self.target.logits(hidden[:, 1 : width + 1]), temperatures, uniforms)
+        block = np.full((len(slots), self.draft_length + 1), self.model.config.mask_token_id)
+        block[:, 0] = anchors
+        shape = self.graphs.shape(rows) if self.graphs else None
+        if self.graphs and shape:
+            (hidden,) = self.graphs.run(block.ravel(), rows, shape)
+            assert hidden is not None, "a block has an output"
+        else:
+            attend = self.cache.attend(rows)
+            hidden = self.model(
+                self.target.embed(self._ids(block.ravel())), self._ids(rows.positions), attend
+            )
+        # The masks after `width` were computed, for they shape the ones before, but are not projected.
+        hidden = hidden.unflatten(0, block.shape)[:, 1 : width + 1]
+        return propose(self.target.logits(hidden), temperatures, uniforms)
+
+    def _run_padded(self, ids: Tensor, rows: DeviceRows, shape: Shape) -> tuple[Tensor]:
+        assert isinstance(self.cache, GridCache), "fixed shapes need a cache on the grid"
+        attend = self.cache.attend_grid(rows, shape.num_slots, shape.width, shape.longest)
+        return (self.model(self.target.embed(ids), rows.positions, attend),)
 
 
 class HeadDrafter(_ModelDrafter):
@@ -381,7 +412,12 @@ def _beside(parts: list[Drafts]) -> Drafts:
 
 
 def open_drafter(
-    spec: str | Path, target: CausalLM, num_slots: int, max_tokens: int, draft_length: int | None = None
+    spec: str | Path,
+    target: CausalLM,
+    num_slots: int,
+    max_tokens: int,
+    draft_length: int | None = None,
+    padded: bool | None = None,
 ) -> Drafter:
     """The drafter in a local Hugging Face directory, or "ngram".
 
@@ -400,6 +436,6 @@ def open_drafter(
             raise InputError(
                 f"drafter {spec} drafts blocks of {model.config.draft_length}, not {draft_length}"
             )
-        return DFlashDrafter(model, target, num_slots, max_tokens)
+        return DFlashDrafter(model, target, num_slots, max_tokens, padded)
     kind = ModelDrafter if isinstance(model, CausalLM) else HeadDrafter
     return kind(model, target, draft_length or 7, num_slots, max_tokens)  # pyright: ignore[reportArgumentType]

@@ -64,10 +64,15 @@ class KVCache(Protocol):
 
 
 def make_cache(
-    config: ModelConfig, num_slots: int, max_tokens: int, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    num_slots: int,
+    max_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    grid: bool = False,
 ) -> KVCache:
-    """The fastest cache for a device: compiled ragged attention for float32 on a CPU, a grid elsewhere."""
-    if device.type == "cpu" and dtype == torch.float32:
+    """The fastest cache for a device: compiled ragged attention for float32 on a CPU, else a grid."""
+    if device.type == "cpu" and dtype == torch.float32 and not grid:
         return RaggedCache(config, num_slots, max_tokens)
     return GridCache(config, num_slots, max_tokens, device, dtype)
 
@@ -191,55 +196,56 @@ class GridCache:
     """Any device and dtype: rows are laid out on a grid [slots, columns] for one fused masked attention.
 
     Only attention sees the grid, idle cells included; linear layers run on the packed rows. The grid spans
-    the slots up to the highest one in use and its keys are a view, so no cache is ever copied.
+    the slots up to the highest one in use and its keys are a view, so no cache is ever copied. A spare slot
+    before the first, slot -1, takes the rows that only pad a shape.
     """
 
     def __init__(
         self, config: ModelConfig, num_slots: int, max_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.num_slots, self.max_tokens, self.device = num_slots, max_tokens, device
-        shape = config.num_hidden_layers, num_slots, config.num_key_value_heads, max_tokens, config.head_dim
+        heads, dim = config.num_key_value_heads, config.head_dim
+        shape = config.num_hidden_layers, 1 + num_slots, heads, max_tokens, dim
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
     def attend(self, rows: Rows) -> Attend:
-        place = DeviceRows(*(torch.from_numpy(a).to(self.device) for a in _arrays(rows)))
         width, longest = int(rows.columns.max()) + 1, int(rows.visible.max())
-        return self.attend_grid(place, int(rows.slots.max()) + 1, width, longest)
+        return self.attend_grid(DeviceRows.of(rows, self.device), int(rows.slots.max()) + 1, width, longest)
 
     def attend_grid(self, rows: "DeviceRows", num_slots: int, width: int, longest: int) -> Attend:
-        """`attend` for rows whose extent is known without looking at them: what a CUDA graph captures."""
-        keys_seen = rows.visible.new_ones(num_slots, width)
-        keys_seen[rows.slots, rows.columns] = rows.visible
-        mask = torch.arange(longest, device=self.device) < keys_seen[..., None]  # [slots, width, keys]
+        """`attend` for rows whose extent is known without a look at them, as a CUDA graph needs it."""
+        slots, positions, columns = rows.slots + 1, rows.positions, rows.columns
+        visible = slots.new_ones(1 + num_slots, width)
+        visible[slots, columns] = rows.visible
+        mask = torch.arange(longest, device=self.device) < visible[..., None]  # [slots, width, keys]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            packed = q.reshape(-1, *q.shape[-2:])
             keys, values = self.keys[layer], self.values[layer]
-            keys[rows.slots, :, rows.positions] = k.reshape(-1, *k.shape[-2:])
-            values[rows.slots, :, rows.positions] = v.reshape(-1, *v.shape[-2:])
-            groups, heads, dim = keys.shape[1], *packed.shape[1:]
-            grid = packed.new_zeros(num_slots, width, heads, dim)
-            grid[rows.slots, rows.columns] = packed
-            # The query heads of one key-value head become more rows of it: no key is repeated.
+            keys[slots, :, positions] = k.reshape(-1, *k.shape[-2:])
+            values[slots, :, positions] = v.reshape(-1, *v.shape[-2:])
+            packed = q.reshape(-1, *q.shape[-2:])
+            grid = packed.new_zeros(1 + num_slots, width, *packed.shape[1:])
+            grid[slots, columns] = packed
+            # The query heads of one key-value head become more rows of it, so that no key is repeated.
+            groups, heads = keys.shape[1], packed.shape[1]
             folded = grid.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
             seen = mask.repeat(1, heads // groups, 1)[:, None]
-            out = F.scaled_dot_product_attention(
-                folded, keys[:num_slots, :, :longest], values[:num_slots, :, :longest], attn_mask=seen
-            )
+            k_seen, v_seen = keys[: 1 + num_slots, :, :longest], values[: 1 + num_slots, :, :longest]
+            out = F.scaled_dot_product_attention(folded, k_seen, v_seen, attn_mask=seen)
             out = out.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-            return out[rows.slots, rows.columns].view_as(q)
+            return out[slots, columns].view_as(q)
 
         return attend
 
     def write(self, layer: int, rows: Rows, k: Tensor, v: Tensor) -> None:
-        slots, positions, *_ = (torch.from_numpy(a).to(self.device) for a in _arrays(rows))
-        self.keys[layer][slots, :, positions] = k
-        self.values[layer][slots, :, positions] = v
+        place = DeviceRows.of(rows, self.device)
+        self.keys[layer][place.slots + 1, :, place.positions] = k
+        self.values[layer][place.slots + 1, :, place.positions] = v
 
     def copy(self, source: int, slots: np.ndarray, length: int) -> None:
-        self.keys[:, slots, :, :length] = self.keys[:, source, None, :, :length]
-        self.values[:, slots, :, :length] = self.values[:, source, None, :, :length]
+        for cache in (self.keys, self.values):
+            cache[:, slots + 1, :, :length] = cache[:, source + 1, None, :, :length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +257,7 @@ class DeviceRows:
     visible: Tensor
     columns: Tensor
 
-
-def _arrays(rows: Rows) -> tuple[np.ndarray, ...]:
-    return rows.slots, rows.positions, rows.visible, rows.columns
+    @classmethod
+    def of(cls, rows: Rows, device: torch.device) -> "DeviceRows":
+        arrays = rows.slots, rows.positions, rows.visible, rows.columns
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))

@@ -21,10 +21,10 @@ from dcut.cost import CostTable, Sample
 from dcut.policies import BudgetPolicy, Fixed, Off
 from runtime.drafter import Drafter
 from runtime.engine import Engine, Request, Running, Step
+from runtime.graphs import knots, powers_of_two
 from runtime.verifier import TorchVerifier
 
 TOLERANCE = 0.2  # a step time this far from the profile, on the median, is worth saying
-TOKENS_A_REQUEST = (2, 4, 8, 12, 16)  # beside 1, which is the plain step
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def profile(
     spent, at least twice each; the table takes medians. Raises InputError where `context` has no room.
     """
     began = time.perf_counter()
-    sizes = list(batch_sizes or _powers(verifier.num_slots))
-    depths = sorted({min(n - 1, drafter.draft_length) for n in TOKENS_A_REQUEST})
+    sizes = list(batch_sizes or powers_of_two(verifier.num_slots))
+    depths = [n - 1 for n in knots(drafter.draft_length)[1:]]
     policies = [Off(), *(Fixed(depth) for depth in depths)]
     engine = Engine(verifier, drafter, Off(), max_batch_size=max(sizes), clock=clock)
     times: dict[tuple[str, int, int | None], list[float]] = {}
@@ -96,6 +96,8 @@ def profile(
     _empty(engine, batch)
     samples = [Sample(*key, median(found)) for key, found in times.items()]
     options = {"context_token_s": max(0.0, slope_s), "context_per_request": float(np.mean(contexts))}
+    if verifier.graphs:
+        options["max_graph_tokens"] = max(sizes) * (drafter.draft_length + 1)
     spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
     cost = CostTable.from_samples(samples, **options)
     return Profile(cost, median(spreads), time.perf_counter() - began)
@@ -207,10 +209,6 @@ def _twice(engine: Engine, batch: list[Running], policy: BudgetPolicy) -> tuple[
     assert first, "the batch is not empty"
     assert second, "two steps end no request"
     return first, second
-
-
-def _powers(most: int) -> list[int]:
-    return [2**n for n in range(most.bit_length()) if 2**n < most] + [most]
 
 
 def device_name(device: torch.device) -> str:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dcut.errors import InputError
 from runtime.drafter import Drafter, Drafts, draw, open_drafter
-from runtime.kv_cache import Rows, make_cache
+from runtime.graphs import Graphs, Shape, knots, powers_of_two
+from runtime.kv_cache import DeviceRows, GridCache, Rows, make_cache
 from runtime.models import CausalLM, load_target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,23 +41,50 @@ class Verifier(Protocol):
 
 
 class TorchVerifier:
-    """A target on a device. On a CPU in float32 every row costs its own attention and nothing more."""
+    """A target on a device. On a CPU in float32 every row costs its own attention and nothing more.
 
-    def __init__(self, model: CausalLM, num_slots: int, max_tokens: int, taps: tuple[int, ...] = ()) -> None:
+    On CUDA, and wherever `padded` asks for it, steps run at the fixed shapes of `runtime.graphs`; prompts
+    run as they are.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        num_slots: int,
+        max_tokens: int,
+        taps: tuple[int, ...] = (),
+        draft_length: int = 15,
+        padded: bool | None = None,
+    ) -> None:
+        """draft_length: drafts of a request at most. padded: None means on CUDA."""
         weight = model.lm_head.weight
         self.model, self.taps, self.device = model, taps, weight.device
         self.num_slots, self.max_tokens = num_slots, max_tokens
         self.eos_token_ids = model.config.eos_token_ids
-        self.cache = make_cache(model.config, num_slots, max_tokens, weight.device, weight.dtype)
+        padded = weight.device.type == "cuda" if padded is None else padded
+        self.cache = make_cache(model.config, num_slots, max_tokens, weight.device, weight.dtype, padded)
+        self.graphs: Graphs | None = None
+        if padded:
+            sizes = powers_of_two(num_slots), knots(draft_length)
+            self.graphs = Graphs(self._run_padded, weight.device, *sizes, max_tokens)
 
     @torch.inference_mode()
     def forward(self, tokens: np.ndarray, rows: Rows, wanted: np.ndarray | None = None) -> Output:
+        if self.graphs and wanted is None and (shape := self.graphs.shape(rows)):
+            return Output(*self.graphs.run(tokens, rows, shape))  # pyright: ignore[reportArgumentType]
         ids, positions = (torch.from_numpy(a).to(self.device) for a in (tokens, rows.positions))
         hidden, features = self.model(ids, positions, self.cache.attend(rows), self.taps)
         return Output(hidden, features, self.model.logits(hidden if wanted is None else hidden[wanted]))
 
     def graph_tokens(self, rows: Rows) -> int | None:
-        return None
+        shape = self.graphs.shape(rows) if self.graphs else None
+        return shape.rows if shape else None
+
+    def _run_padded(self, ids: Tensor, rows: DeviceRows, shape: Shape) -> Output:
+        assert isinstance(self.cache, GridCache), "fixed shapes need a cache on the grid"
+        attend = self.cache.attend_grid(rows, shape.num_slots, shape.width, shape.longest)
+        hidden, features = self.model(ids, rows.positions, attend, self.taps)
+        return Output(hidden, features, self.model.logits(hidden))
 
 
 class Verdict(NamedTuple):
@@ -148,13 +176,14 @@ def open_pair(
     device: str = "cpu",
     dtype: str = "float32",
     draft_length: int | None = None,
+    padded: bool | None = None,
 ) -> tuple[TorchVerifier, Drafter]:
     """A target and its drafter, ready for an engine of up to `num_slots` requests of `max_context` tokens.
 
-    drafter: a directory or "ngram"; draft_length: see `runtime.drafter.open_drafter`. Raises InputError on
-    directories that hold no models of a kind that is known, or that do not fit.
+    drafter: a directory or "ngram"; draft_length, padded: as for open_drafter and TorchVerifier. Raises
+    InputError on directories that hold no models of a kind that is known, or that do not fit.
     """
     model = open_target(target, device, dtype)
-    proposer = open_drafter(drafter, model, num_slots, max_context, draft_length)
-    room = max_context + proposer.draft_length
-    return TorchVerifier(model, num_slots, room, proposer.taps), proposer
+    proposer = open_drafter(drafter, model, num_slots, max_context, draft_length, padded)
+    room, longest = max_context + proposer.draft_length, proposer.draft_length
+    return TorchVerifier(model, num_slots, room, proposer.taps, longest, padded), proposer

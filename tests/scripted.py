@@ -192,14 +192,15 @@ def tiny_target(seed: int = 0) -> CausalLM:
     return model
 
 
-def tiny_drafter(kind: str, target: CausalLM, num_slots: int, max_tokens: int) -> Drafter:
+def tiny_drafter(
+    kind: str, target: CausalLM, num_slots: int, max_tokens: int, padded: bool = False
+) -> Drafter:
     """A random drafter; kind "draft" is the target itself, so that all it proposes is right."""
     torch.manual_seed(1)
     one_layer = replace(CONFIG, num_hidden_layers=1)
     if kind == "dflash":
-        return DFlashDrafter(
-            DFlash(replace(CONFIG, num_hidden_layers=2)).eval(), target, num_slots, max_tokens
-        )
+        block = DFlash(replace(CONFIG, num_hidden_layers=2)).eval()
+        return DFlashDrafter(block, target, num_slots, max_tokens, padded)
     if kind == "eagle3":
         return HeadDrafter(Eagle3(one_layer).eval(), target, 4, num_slots, max_tokens)
     if kind == "mtp":
@@ -210,13 +211,13 @@ def tiny_drafter(kind: str, target: CausalLM, num_slots: int, max_tokens: int) -
 
 
 def tiny_pair(
-    kind: str = "dflash", num_slots: int = 6, max_tokens: int = 80
+    kind: str = "dflash", num_slots: int = 6, max_tokens: int = 80, padded: bool = False
 ) -> tuple[TorchVerifier, Drafter]:
     """A verifier and a drafter of the given kind, ready for an engine."""
     target = tiny_target()
-    drafter = tiny_drafter(kind, target, num_slots, max_tokens)
-    room = max_tokens + drafter.draft_length
-    return TorchVerifier(target, num_slots, room, drafter.taps), drafter
+    drafter = tiny_drafter(kind, target, num_slots, max_tokens, padded)
+    room, longest = max_tokens + drafter.draft_length, drafter.draft_length
+    return TorchVerifier(target, num_slots, room, drafter.taps, longest, padded), drafter
 
 
 @torch.inference_mode()
