@@ -93,8 +93,8 @@ def run_name(policy: str, batch_size: int) -> str:
 def new_directory(path: str | Path) -> AbstractContextManager[Path]:
     """A fresh directory for `write` to fill, which becomes `path` when the block ends without an error.
 
-    Raises InputError where `path` is not free, empty or wholly written by `write`, and OSError where it
-    cannot be written: both before the block, so before the work.
+    Raises InputError where `path` is not free, empty or wholly written by `write`, or where it cannot be
+    written: before the block, so before the work.
     """
     return whole_directory(path, lambda old: [*_FILES, *read_directory(old, RUNS)[0]["runs"]])
 

@@ -205,6 +205,14 @@ def test_bad_arguments_end_in_one_line(
     assert not any(tmp_path.iterdir())
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_fit(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "fit", lambda *_: pytest.fail("the fit started"))
+    assert command("--mean-acceptance-length", "3", "--out", "/dev/null/x") == 2
+    assert capsys.readouterr().err == "error: /dev/null/x cannot be written: Not a directory\n"
+
+
 def test_a_list_that_is_none_and_a_missing_out_are_refused(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:

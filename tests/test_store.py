@@ -236,7 +236,7 @@ def test_nothing_is_left_where_writing_fails(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         interrupted(tmp_path / "c" / "d")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OSError, match="Not a directory"):
+    with pytest.raises(InputError, match="cannot be written: Not a directory"):
         store.save(before, tmp_path / "file" / "trace")
     assert left_over(tmp_path) == ["file", "good"]
     assert store.load(saved).anchors.equals(before.anchors)
@@ -244,9 +244,11 @@ def test_nothing_is_left_where_writing_fails(saved: Path, tmp_path: Path) -> Non
 
 def test_a_trace_is_opened_by_name_or_by_directory(saved: Path) -> None:
     assert store.open_trace(str(saved)).draft_length == 3
-    with pytest.raises(InputError, match=r"did you mean 'tiny-pair'\?.*: h20-allocation, h20-qwen3-8b, tiny"):
+    with pytest.raises(
+        InputError, match=r"did you mean 'tiny-pair'\? Give a .*: h20-allocation, h20-qwen3-8b, tiny"
+    ):
         store.open_trace("tiny-pear")
-    with pytest.raises(InputError, match="no trace 'zzz'; give a directory or a built-in name"):
+    with pytest.raises(InputError, match="no trace 'zzz': give a directory or a built-in name"):
         store.open_trace("zzz")
 
 

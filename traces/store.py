@@ -36,9 +36,9 @@ def open_trace(name_or_path: str, seed: int = 0) -> Trace:
     if Path(name_or_path).exists():
         return load(name_or_path)
     close = difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.4)
-    hint = f", did you mean {close[0]!r}?" if close else ""
+    remedy = f"did you mean {close[0]!r}? Give" if close else "give"
     raise InputError(
-        f"no trace {name_or_path!r}{hint}; give a directory or a built-in name: {', '.join(names)}"
+        f"no trace {name_or_path!r}: {remedy} a directory or a built-in name: {', '.join(names)}"
     )
 
 
@@ -90,9 +90,9 @@ def write_directory(
     kind: what `read_directory` is asked for, such as "trace". meta.json holds `meta`, the format, the kind,
     and the number of rows and the SHA-256 of every file. An existing directory is replaced if it is empty or
     holds nothing but what this function wrote.
-    Raises InputError where `path` holds anything else, OSError where it cannot be written.
+    Raises InputError where `path` holds anything else or cannot be written.
     """
-    with whole_directory(path, lambda old: _read_json(old / "meta.json", "")["sha256"]) as part:
+    with whole_directory(path) as part:
         for name, table in tables.items():
             table.write_parquet(part / f"{name}.parquet", compression="zstd")
         for name, document in documents.items():
@@ -106,17 +106,22 @@ def write_directory(
         _write_json(part / "meta.json", {**meta, **ledger})
 
 
+def _written(directory: Path) -> Iterable[str]:
+    """The files, beside meta.json, that `write_directory` left in a directory."""
+    return _read_json(directory / "meta.json", "")["sha256"]
+
+
 @contextmanager
-def whole_directory(path: str | Path, written: Callable[[Path], Iterable[str]]) -> Iterator[Path]:
+def whole_directory(path: str | Path, written: Callable[[Path], Iterable[str]] = _written) -> Iterator[Path]:
     """A fresh directory beside `path` that takes its place when the block ends without an error.
 
     written: names, beside meta.json, of what this program wrote into the directory it is given; it may raise
     InputError, KeyError or TypeError where that is not one of ours. Parents are made; after an error nothing
     is left.
-    Raises InputError where `path` is not free, empty or wholly written by this program, and OSError where it
-    cannot be written: both before the block, so before the work.
+    Raises InputError where `path` is not free, empty or wholly written by this program, or where it cannot
+    be written: before the block, so before the work.
     """
-    path = Path(path).absolute()
+    given, path = path, Path(path).absolute()
     replaced = _replaceable(path, written)
     made = [parent for parent in path.parents if not parent.exists()]
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -125,7 +130,7 @@ def whole_directory(path: str | Path, written: Callable[[Path], Iterable[str]]) 
         try:
             part.mkdir(parents=True)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            raise InputError(f"{given} cannot be written: {error.strerror}") from error
         yield part
         if replaced:
             path.rename(old)
