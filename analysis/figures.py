@@ -282,6 +282,7 @@ def headlines(story: Story) -> list[str]:
 
 
 # ---- figures ---------------------------------------------------------------------------------------------
+# A new one is a function from the story to a Figure, listed in FIGURES; its sections stay together there.
 
 CHOICE, REASON, TRUST = "Which policy", "Why", "How far to trust it"
 
@@ -516,9 +517,9 @@ def prediction(story: Story) -> Figure:
         "batch_size", "name", predicted="keep_ratio", published="published_keep"
     )
     keep = keep.with_columns(error=pl.col("predicted") - pl.col("published"))
-    chart = charts.errors(_cells(rate, "{:+.1%}", "{:,.0f}"), "throughput, difference", ",.0f")
+    chart = charts.errors(_cells(rate, "{:+z.1%}", "{:,.0f}"), "throughput, difference", ",.0f")
     if len(keep):
-        below = charts.errors(_cells(keep, "{:+.3f}", "{:.3f}"), "keep ratio, difference", ".3f")
+        below = charts.errors(_cells(keep, "{:+z.3f}", "{:.3f}"), "keep ratio, difference", ".3f")
         chart = charts.below(chart, below)
     note = "The difference, and below it predicted / published. Blue: predicted too low; orange: too high."
     return Figure("published", TRUST, title, note, chart)
@@ -531,12 +532,7 @@ def _with(diamonds: pl.DataFrame | None, note: str) -> str:
 def _cells(rows: pl.DataFrame, difference: str, number: str) -> pl.DataFrame:
     """The rows with what is written into their cells."""
     return rows.with_columns(
-        text=pl.Series(
-            [
-                difference.format(e).replace("-", "−").replace("%", " %")
-                for e in (rows["error"].round(3) + 0.0)
-            ]
-        ),
+        text=pl.Series([difference.format(e).replace("-", "−").replace("%", " %") for e in rows["error"]]),
         detail=pl.Series(
             [
                 f"{number.format(a)} / {number.format(b)}"
