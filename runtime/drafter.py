@@ -75,7 +75,7 @@ class Drafts:
 class Drafter(Protocol):
     """Proposes up to `draft_length` tokens after the anchor of each request.
 
-    `observe` hands over what the target ran over; it is cheap and the work waits for the next `draft`, so
+    `observe` hands over what the target ran over; it is cheap, and the work waits for the next `draft`, so
     plain decoding pays nothing and drafting can resume at any step. A drafter is `parallel` if its
     distributions do not depend on tokens drawn in the same step; only then may drafts be sampled: a
     budget that sees how the draw went on would bias the output (see `runtime.verifier.accept`).
@@ -107,6 +107,10 @@ class Drafter(Protocol):
         lengths: tokens before the anchor, all of which were observed. temperatures [batch] with uniforms
         [batch, width] in [0, 1) draw the drafts; without them the likeliest token is proposed.
         """
+        ...
+
+    def catch_up(self) -> None:
+        """Take in now what was observed."""
         ...
 
     def release(self, slot: int) -> None:
@@ -147,17 +151,16 @@ class _ModelDrafter:
     def observe(self, seen: Seen) -> None:
         self.waiting.append(seen)
         if sum(map(len, self.waiting)) > MOST_PENDING:
-            self._catch_up()
+            self.catch_up()
 
     def release(self, slot: int) -> None:
         self.waiting = [seen.take(np.flatnonzero(seen.slots != slot)) for seen in self.waiting]
 
     def fork(self, source: int, slots: np.ndarray, length: int) -> None:
-        self._catch_up()
+        self.catch_up()
         self.cache.copy(source, slots, length)
 
-    def _catch_up(self) -> None:
-        """Take in what waits."""
+    def catch_up(self) -> None:
         waiting, self.waiting = self.waiting, []
         if sum(map(len, waiting)):
             self._take_in(Seen.join(waiting))
@@ -203,7 +206,7 @@ class DFlashDrafter(_ModelDrafter):
         temperatures: np.ndarray | None = None,
         uniforms: np.ndarray | None = None,
     ) -> Drafts:
-        self._catch_up()
+        self.catch_up()
         rows = Rows.blocks(slots, lengths, self.draft_length + 1)
         block = np.full((len(slots), self.draft_length + 1), self.model.config.mask_token_id)
         block[:, 0] = anchors
@@ -270,7 +273,7 @@ class HeadDrafter(_ModelDrafter):
         temperatures: np.ndarray | None = None,
         uniforms: np.ndarray | None = None,
     ) -> Drafts:
-        self._catch_up()
+        self.catch_up()
         state = self.states[self._ids(slots), self._ids(lengths - 1)]
         parts = [propose(self.model.logits(state)[:, None])]
         for k in range(width - 1):
@@ -310,7 +313,7 @@ class ModelDrafter(_ModelDrafter):
         temperatures: np.ndarray | None = None,
         uniforms: np.ndarray | None = None,
     ) -> Drafts:
-        self._catch_up()
+        self.catch_up()
         parts: list[Drafts] = []
         tokens = anchors
         for k in range(width):
@@ -340,6 +343,9 @@ class NGramDrafter:
 
     def observe(self, seen: Seen) -> None:
         self.texts[seen.slots, seen.positions] = seen.tokens
+
+    def catch_up(self) -> None:
+        pass
 
     def release(self, slot: int) -> None:
         pass

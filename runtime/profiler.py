@@ -22,7 +22,7 @@ from dcut.policies import BudgetPolicy, Fixed, Off
 from runtime.drafter import Drafter
 from runtime.engine import Engine, Request, Running, Step
 from runtime.graphs import knots, powers_of_two
-from runtime.verifier import TorchVerifier
+from runtime.verifier import TorchVerifier, Verifier
 
 TOLERANCE = 0.2  # a step time this far from the profile, on the median, is worth saying
 
@@ -42,7 +42,7 @@ class Profile:
 
 
 def profile(
-    verifier: TorchVerifier,
+    verifier: Verifier,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     context: int,
@@ -66,6 +66,7 @@ def profile(
     engine = Engine(verifier, drafter, Off(), max_batch_size=max(sizes), clock=clock)
     times: dict[tuple[str, int, int | None], list[float]] = {}
     contexts: list[float] = []
+    max_graph_tokens = 0
 
     # The slope over the context: the fullest batch at a middling depth, at half the context.
     batch, middle = _fill(engine, prompts, context // 2), Fixed(depths[len(depths) // 2])
@@ -85,6 +86,7 @@ def profile(
                 for policy in policies:
                     first, second = _twice(engine, batch[:size], policy)
                     contexts.append(second.context_tokens / size)
+                    max_graph_tokens = max(max_graph_tokens, second.graph_tokens or 0)
                     if isinstance(policy, Off):
                         times.setdefault(("plain", size, None), []).append(second.step_s)
                         continue
@@ -95,9 +97,11 @@ def profile(
             num_rounds += 1
     _empty(engine, batch)
     samples = [Sample(*key, median(found)) for key, found in times.items()]
-    options = {"context_token_s": max(0.0, slope_s), "context_per_request": float(np.mean(contexts))}
-    if verifier.graphs:
-        options["max_graph_tokens"] = max(sizes) * (drafter.draft_length + 1)
+    options = {
+        "context_token_s": max(0.0, slope_s),
+        "context_per_request": float(np.mean(contexts)),
+        "max_graph_tokens": max_graph_tokens,
+    }
     spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
     cost = CostTable.from_samples(samples, **options)
     return Profile(cost, median(spreads), time.perf_counter() - began)
@@ -202,9 +206,9 @@ def _empty(engine: Engine, batch: list[Running]) -> None:
 def _twice(engine: Engine, batch: list[Running], policy: BudgetPolicy) -> tuple[Step, Step]:
     """Two steps from the end of the prompts; before the second, the drafter has tokens to catch up with."""
     engine.batch, engine.policy = list(batch), policy
+    engine.drafter.catch_up()
     for running in batch:
         del running.output[1:]
-        engine.drafter.release(running.slot)
     first, second = engine.step(), engine.step()
     assert first, "the batch is not empty"
     assert second, "two steps end no request"

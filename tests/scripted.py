@@ -147,6 +147,9 @@ class ScriptedDrafter:
                 state = self.verifier.follow(state, int(tokens[i, k]))
         return Drafts(tokens, confidences)
 
+    def catch_up(self) -> None:
+        pass
+
     def release(self, slot: int) -> None:
         self.texts[slot] = []
 
