@@ -19,8 +19,8 @@ from dcut.errors import InputError, guard
 def report(paths: Sequence[str], out: str | None, png: str | None, progress: bool = False) -> None:
     """Write the report of results directories to the file `out` and its figures into the directory `png`.
 
-    Raises InputError on what is not a results directory, OSError where it cannot be written; then nothing
-    is written at all.
+    Raises InputError on what is not a results directory and on what cannot be written; then nothing is
+    written at all.
     """
     story = Story(load(paths))
     with tqdm(total=len(FIGURES) + 2, desc="report", leave=False, disable=None if progress else True) as bar:
@@ -84,8 +84,11 @@ def _write(files: dict[Path, bytes]) -> None:
         for path, part in parts.items():
             if path.is_dir():
                 raise InputError(f"{path} is a directory: name a file")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(files[path])
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part.write_bytes(files[path])
+            except OSError as error:
+                raise InputError(f"{path} cannot be written: {error.strerror}") from error
         for path, part in parts.items():
             part.replace(path)
     except BaseException:

@@ -326,7 +326,10 @@ def test_a_place_that_cannot_be_written_leaves_nothing_behind(
     (tmp_path / "file").write_text("mine")
     places = {"--out": str(tmp_path / "new" / "report.html"), "--png": str(tmp_path / "png")}
     places[option] = str(tmp_path / "file" / "below")
-    refused(capsys, run(monkeypatch, str(results), *(word for pair in places.items() for word in pair)))
+    error = refused(
+        capsys, run(monkeypatch, str(results), *(word for pair in places.items() for word in pair))
+    )
+    assert f"{tmp_path / 'file' / 'below'}" in error
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
