@@ -57,7 +57,7 @@ def profile(
     prompts: texts as the run will see them, repeated or cut to `context` tokens, so that drafts are accepted
     as usual and the drafter has as much to catch up with. batch_sizes: powers of two up to the verifier's
     slots unless given. Every point is measured in turn, round after round, until `budget_s` of real time is
-    spent, at least twice each; the table takes medians. Raises InputError where `context` has no room.
+    spent, at least twice each; the table takes medians. A context for which there is no room is cut.
     """
     began = time.perf_counter()
     sizes = list(batch_sizes or powers_of_two(verifier.num_slots))
@@ -68,6 +68,7 @@ def profile(
     contexts: list[float] = []
     max_graph_tokens = 0
 
+    context = min(context, engine.max_context - _room(engine))
     # The slope over the context: the fullest batch at a middling depth, at half the context.
     batch, middle = _fill(engine, prompts, context // 2), Fixed(depths[len(depths) // 2])
     shorter = [_twice(engine, batch, middle)[1] for _ in range(5)]
@@ -97,9 +98,14 @@ def profile(
             num_rounds += 1
     _empty(engine, batch)
     samples = [Sample(*key, median(found)) for key, found in times.items()]
+    context_per_request = float(np.mean(contexts))
+    # Noise must not make a step at short contexts cost nothing, or less: a price has to stay positive.
+    steepest_s = (
+        min(s.seconds / (s.batch_size or 1) for s in samples if s.kind != "draft") / context_per_request
+    )
     options = {
-        "context_token_s": max(0.0, slope_s),
-        "context_per_request": float(np.mean(contexts)),
+        "context_token_s": min(max(0.0, slope_s), 0.9 * steepest_s),
+        "context_per_request": context_per_request,
         "max_graph_tokens": max_graph_tokens,
     }
     spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
@@ -185,13 +191,17 @@ class Drift:
         return f"the cost profile no longer fits: steps take {self.ratio:.2f} times what it says"
 
 
+def _room(engine: Engine) -> int:
+    """Output tokens that two steps cannot exhaust."""
+    return 2 * (engine.draft_length + 1) + 2
+
+
 def _fill(engine: Engine, prompts: Sequence[Sequence[int]], length: int) -> list[Running]:
     """Admit as many requests as fit, each with a prompt of `length` tokens and room for two steps."""
     for i in range(engine.max_batch_size):
         prompt = list(prompts[i % len(prompts)])
         prompt = (prompt * -(-length // len(prompt)))[-length:]
-        room = 2 * (engine.drafter.draft_length + 1) + 2
-        engine.add(Request(i, prompt, room, stop_token_ids=()))
+        engine.add(Request(i, prompt, _room(engine), stop_token_ids=()))
     engine.admit()
     return list(engine.batch)
 

@@ -1,0 +1,288 @@
+"""Recording: the dense pass agrees with the live run, and an interrupted recording loses nothing finished."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from scripted import plain_text, tiny_drafter, tiny_pair, tiny_target, write_tiny_pair
+
+from dcut.errors import InputError
+from dcut.policies import parse_policy
+from dcut.record import Config
+from runtime import recorder as recorder_module
+from runtime.drafter import Seen
+from runtime.engine import Engine, Request, Step
+from runtime.models import causal
+from runtime.recorder import SLOTS, DensePass, Log, Recorder, read_prompts, record, run_closed, summary
+from runtime.text import Codec
+from traces.schema import Trace
+from traces.store import load
+
+META = {"target": "t", "drafter": "d", "draft_length": 4, "temperature": 0.0, "max_tokens": 40}
+
+
+def recorder(out: Path, kind: str = "dflash", temperature: float = 0.0, every: int = 3) -> Recorder:
+    target = tiny_target()
+    drafter = tiny_drafter(kind, target, SLOTS + 1, 100)
+    dense = DensePass(target, drafter, 80, temperature)
+    return Recorder(out, dense, META | {"temperature": temperature}, None, every)
+
+
+def asked(count: int, temperature: float = 0.0, stops: tuple[int, ...] = (13,)) -> list[tuple[Request, str]]:
+    rng = np.random.default_rng(8)
+    return [
+        (
+            Request(i, rng.integers(0, 17, 1 + i % 5).tolist(), 1 + 5 * i % 41, temperature, None, stops),
+            "even" if i % 2 == 0 else "odd",
+        )
+        for i in range(count)
+    ]
+
+
+def recorded(out: Path, kind: str = "dflash", temperature: float = 0.0, policy: str = "full") -> Trace:
+    verifier, drafter = tiny_pair(kind)
+    log = recorder(out, kind, temperature)
+    run_closed(Engine(verifier, drafter, parse_policy(policy), max_batch_size=3), asked(9, temperature), log)
+    return log.close()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp", "draft", "ngram"])
+def test_the_dense_pass_finds_what_live_steps_accepted(kind: str, tmp_path: Path) -> None:
+    trace = recorded(tmp_path, kind)
+    assert trace.meta["contradicted_decisions"] == 0
+    assert len(trace.decisions) > 25
+    assert trace.requests["finish_reason"].value_counts().height == 2  # some stop, some reach their length
+    assert load(tmp_path).anchors.equals(trace.anchors)
+
+
+def test_a_contradiction_is_counted(tmp_path: Path) -> None:
+    log = recorder(tmp_path)
+    verifier, drafter = tiny_pair()
+    engine = Engine(verifier, drafter, parse_policy("full"), max_batch_size=3)
+    for request, domain in asked(6):
+        log.expect(request, domain)
+        engine.add(request)
+    for number in itertools.count():
+        if (step := engine.step()) is None:
+            break
+        wrong = step.num_accepted + (number == 1) * np.array([1, 1, 0])[: len(step.num_accepted)]
+        log.add(step._replace(num_accepted=wrong), "full")
+    assert log.close().meta["contradicted_decisions"] == 2
+
+
+def test_every_output_position_holds_the_draft_made_there(tmp_path: Path) -> None:
+    trace = recorded(tmp_path)
+    target = tiny_target()
+    for request, _ in asked(9):
+        rows = trace.anchors.filter(pl.col("request_id") == request.request_id)
+        output = rows["token_id"].to_list()
+        future = plain_text(target, [*request.prompt, *output], 4)
+        assert output == plain_text(target, request.prompt, len(output))
+        for position in {0, len(output) // 2, len(output) - 1}:
+            drafts, confidences = plain_block([*request.prompt, *output[: position + 1]])
+            truth = [*output, *future][position + 1 : position + 5]
+            accepted = 0
+            while accepted < 4 and drafts[accepted] == truth[accepted]:
+                accepted += 1
+            assert rows["num_accepted"][position] == accepted
+            np.testing.assert_allclose(rows["confidences"][position], confidences, rtol=1e-4)
+
+
+@torch.inference_mode()
+def plain_block(text: list[int]) -> tuple[list[int], list[float]]:
+    """The oracle: a DFlash block after the last token of a text, without a cache."""
+    target = tiny_target()
+    drafter = tiny_drafter("dflash", target, 1, 100)
+    if len(text) > 1:
+        known = torch.tensor([text[:-1]])
+        hidden, features = target(known, torch.arange(len(text) - 1)[None], causal, drafter.taps)
+        assert features is not None
+        places = np.arange(len(text) - 1)
+        seen = Seen(
+            np.zeros_like(places), places, np.array(text[:-1]), np.array(text[1:]), hidden[0], features[0]
+        )
+        drafter.observe(seen)
+    drafts = drafter.draft(np.array([0]), np.array([len(text) - 1]), np.array([text[-1]]), 4)
+    return drafts.tokens[0].tolist(), drafts.confidences[0].tolist()
+
+
+def test_sampled_anchors_hold_the_probability_of_each_draft(tmp_path: Path) -> None:
+    trace = recorded(tmp_path, temperature=0.8)
+    target = tiny_target()
+    for request, _ in asked(9)[2:5]:
+        rows = trace.anchors.filter(pl.col("request_id") == request.request_id)
+        output = rows["token_id"].to_list()
+        position = len(output) // 2
+        text = [*request.prompt, *output[: position + 1]]
+        drafts, _ = plain_block(text)
+        with torch.inference_mode():
+            ids = torch.tensor([[*text, *drafts]])
+            hidden, _ = target(ids, torch.arange(ids.shape[1])[None], causal)
+            probs = (target.logits(hidden)[0] / 0.8).softmax(-1)
+        expected = [float(probs[len(text) - 1 + k, token]) for k, token in enumerate(drafts)]
+        np.testing.assert_allclose(rows["accept_probs"][position], expected, rtol=1e-3)
+    assert trace.arrays.accept_probs is not None
+    mean = trace.arrays.accept_probs[:, 0].mean()
+    assert (trace.arrays.num_accepted > 0).mean() == pytest.approx(mean, abs=0.15)
+
+
+def test_a_recording_under_any_policy_has_the_same_anchors(tmp_path: Path) -> None:
+    full, off = recorded(tmp_path / "full"), recorded(tmp_path / "off", policy="off")
+    order = ["request_id", "position"]
+    exact = full.anchors.sort(order).drop("confidences")
+    assert exact.equals(off.anchors.sort(order).drop("confidences"))
+
+
+def test_steps_and_requests_say_when_things_happened(tmp_path: Path) -> None:
+    trace = recorded(tmp_path)
+    steps = trace.steps
+    assert steps["step"].to_list() == list(range(len(steps)))
+    ends = (steps["start_s"] + steps["step_s"]).to_numpy()
+    assert (steps["start_s"].to_numpy()[1:] >= ends[:-1] - 1e-9).all()
+    assert steps["bucket"].unique().to_list() == ["full"]
+    tokens = trace.requests["output_tokens"].sum()
+    assert steps["num_emitted"].sum() == tokens - len(trace.requests)
+    assert steps["prefill_tokens"].sum() <= trace.requests["prompt_tokens"].sum()
+    assert trace.requests["arrival_s"].min() == 0
+    counts = trace.decisions.group_by("step").len().sort("step")["len"]
+    assert counts.to_list() == steps["batch_size"].to_list()
+
+
+def test_an_interrupted_recording_is_partial_and_can_be_carried_on(tmp_path: Path) -> None:
+    whole = recorded(tmp_path / "whole")
+    verifier, drafter = tiny_pair()
+    log = recorder(tmp_path / "part")
+    engine = Engine(verifier, drafter, parse_policy("full"), max_batch_size=3)
+    for request, domain in asked(9):
+        log.expect(request, domain)
+        engine.add(request)
+    while len(log.done) < 3:  # as many as a flush
+        step = engine.step()
+        assert step
+        log.add(step, "full")
+    on_disk = load(tmp_path / "part")
+    assert on_disk.meta["partial"]
+    assert set(on_disk.requests["request_id"]) == log.done
+    again = recorder(tmp_path / "part")
+    rest = [(request, domain) for request, domain in asked(9) if request.request_id not in again.done]
+    assert len(rest) == 9 - len(on_disk.requests)
+    run_closed(Engine(verifier, drafter, parse_policy("full"), max_batch_size=3), rest, again)
+    trace = again.close()
+    assert not trace.meta["partial"]
+    assert trace.meta["resumed"]
+    order = ["request_id", "position"]
+    assert trace.anchors.sort(order).drop("confidences").equals(whole.anchors.sort(order).drop("confidences"))
+    assert trace.steps["step"].to_list() == list(range(len(trace.steps)))
+
+
+def test_a_trace_that_was_begun_otherwise_is_not_carried_on(tmp_path: Path) -> None:
+    recorded(tmp_path / "done")
+    with pytest.raises(InputError, match="complete trace"):
+        recorder(tmp_path / "done")
+    log = recorder(tmp_path / "part", every=1)
+    verifier, drafter = tiny_pair()
+    engine = Engine(verifier, drafter, parse_policy("full"))
+    request, domain = asked(3)[2]
+    log.expect(request, domain)
+    engine.add(request)
+    while step := engine.step():
+        log.add(step, "full")
+    with pytest.raises(InputError, match="begun with temperature 0"):
+        recorder(tmp_path / "part", temperature=0.5)
+
+
+def test_nothing_finished_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing was recorded"):
+        recorder(tmp_path).close()
+
+
+# ---- the command's work ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(recorder_module, "PROFILED", 4)
+    target, drafter = write_tiny_pair(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "abcdefgh"[: 1 + i % 8], "domain": "x" if i < 4 else "y"} for i in range(6)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Config(
+        str(tmp_path / "out"), str(target), str(drafter), str(prompts), 2, max_tokens=12, profile_s=0.0
+    )
+
+
+def test_record_writes_a_trace_with_its_cost_table(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = record(config)
+    assert load(config.out).requests.equals(trace.requests)
+    assert trace.cost is not None
+    assert trace.cost.plain_seconds(2) > 0
+    assert trace.meta["policy"] == "full"
+    assert trace.meta["batch_size"] == 2
+    assert trace.meta["partial"] is False
+    assert str(Path(config.out).parent) not in json.dumps(trace.meta)
+    assert set(trace.requests["domain"]) == {"x", "y"}
+    assert "cost profile measured" in capsys.readouterr().err
+    text = summary(trace, config.out)
+    assert "6 requests" in text
+    assert "contradicts 0 of" in text
+    with pytest.raises(InputError, match="not empty"):
+        record(config)
+
+
+def test_an_interrupt_keeps_what_finished_and_resume_completes_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add, calls = Log.add, iter(range(100))
+
+    def interrupted(self: Log, step: Step, label: str) -> None:
+        add(self, step, label)
+        if next(calls) == 14:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Log, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        record(config)
+    assert "carry on with --resume" in capsys.readouterr().err
+    assert load(config.out).meta["partial"]
+    trace = record(replace(config, resume=True))
+    assert len(trace.requests) == 6
+    assert not load(config.out).meta["partial"]
+
+
+def test_prompts_take_their_domains_in_turn(config: Config) -> None:
+    codec = Codec.load(Path(str(config.target)))
+    prompts = read_prompts(str(config.prompts), codec)
+    assert [prompt.domain for prompt in prompts] == ["x", "y", "x", "y", "x", "x"]
+    assert prompts[2].tokens == [0, 1]
+    assert len(read_prompts(str(config.prompts), codec, 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "line 1 is not a JSON"),
+        ('{"text": "a"}', "line 1 is not"),
+        ('{"prompt": 3}', "not text"),
+        ("", "no prompts"),
+    ],
+)
+def test_prompts_that_are_none_are_named(config: Config, line: str, reason: str) -> None:
+    Path(str(config.prompts)).write_text(line)
+    with pytest.raises(InputError, match=reason):
+        record(config)
+
+
+def test_missing_models_are_named(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere"):
+        record(Config(config.out, target=str(tmp_path / "nowhere")))
