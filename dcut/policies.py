@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from dcut.rivals import (
 from dcut.selector import Selection, select
 
 Form = Literal["paper", "served"]
+Kind = typing.TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,29 +184,37 @@ def parse_policies(text: str) -> dict[str, BudgetPolicy]:
 
 def parse_policy(spec: str) -> BudgetPolicy:
     """One policy from "name", "name:value" or "name:key=value,key=value"."""
+    return parse_spec(spec, POLICIES, "policy", {})
+
+
+def parse_spec(spec: str, kinds: Mapping[str, type[Kind]], noun: str, given: Mapping[str, Any]) -> Kind:
+    """An object of one of `kinds`, dataclasses by name, from "name", "name:value" or "name:key=value,...".
+
+    noun: what to call them in a message. given: fields that come from elsewhere; ignored where the kind has
+    no such field. Raises InputError on an unknown name or option, naming what exists and the nearest.
+    """
     name, _, rest = spec.partition(":")
-    if name not in POLICIES:
-        raise InputError(
-            f"unknown policy {name!r}{_nearest(name, POLICIES)}; there are {', '.join(POLICIES)}"
-        )
-    kind = POLICIES[name]
+    if name not in kinds:
+        raise InputError(f"unknown {noun} {name!r}{_nearest(name, kinds)}; there are {', '.join(kinds)}")
+    kind = kinds[name]
     types_of = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
-    options: dict[str, Any] = {}
+    known = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
+    options = {key: value for key, value in given.items() if key in known}
+    fields = {key: field for key, field in known.items() if key not in options}
     for piece in filter(None, rest.split(",")):
         key, equals, value = piece.partition("=")
         if not equals:
             if not fields:
-                raise InputError(f"policy {name} takes no options, got {piece!r}")
+                raise InputError(f"{noun} {name} takes no options, got {piece!r}")
             key, value = next(iter(fields)), piece
         if key not in fields:
             has = f"there are {', '.join(fields)}" if fields else "it takes none"
-            raise InputError(f"policy {name} has no option {key!r}{_nearest(key, fields)}; {has}")
+            raise InputError(f"{noun} {name} has no option {key!r}{_nearest(key, fields)}; {has}")
         options[key] = _value(f"{name}:{key}", types_of[key], value)
     missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in options]
     if missing:
         example = "3" if types_of[missing[0]] is int else "0.5"
-        raise InputError(f"policy {name} needs a {missing[0]}, such as {name}:{example}")
+        raise InputError(f"{noun} {name} needs a {missing[0]}, such as {name}:{example}")
     return kind(**options)
 
 
