@@ -22,6 +22,12 @@ def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> Tensor:
     return torch.tensor([[*tokens, *[value] * (longest - len(tokens))] for tokens in sequences])
 
 
+def distinct_4grams(tokens: list[int]) -> float:
+    """Different 4-grams as a share of all of one text: 1 without repetition, near 0 in a loop."""
+    grams = [tuple(tokens[index : index + 4]) for index in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
 @torch.no_grad()
 def generate(
     target: CausalLM, prompts: Sequence[Sequence[int]], max_tokens: int, end: int

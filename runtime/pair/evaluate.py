@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from runtime.models import CausalLM, DFlash, Drafter, causal, load_drafter, load_target
 from runtime.pair import weights
-from runtime.pair.dense import block_logits, generate, pad, rollout_logits
+from runtime.pair.dense import block_logits, distinct_4grams, generate, pad, rollout_logits
 from runtime.pair.train import END, encode_prompts
 
 FIGURES = weights.HERE / "figures.json"
@@ -121,12 +121,6 @@ def draft(drafter: Drafter, target: CausalLM, answers: list[Answer], draft_lengt
         truth = pad([one.ids + [-1] * draft_length])[0][places]
         out.append(Drafted(one.domain, confidences.numpy(), (tokens == truth).numpy()))
     return out
-
-
-def distinct_4grams(tokens: list[int]) -> float:
-    """Different 4-grams as a share of all of one text: 1 without repetition, near 0 in a loop."""
-    grams = [tuple(tokens[index : index + 4]) for index in range(len(tokens) - 3)]
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def weighted_auc(

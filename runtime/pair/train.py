@@ -19,6 +19,7 @@ from random import Random
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from runtime.models import MTP, CausalLM, DFlash, Eagle3, ModelConfig, causal, load_target, save_model
 from runtime.pair import data, weights
-from runtime.pair.dense import block_logits, generate, pad, rollout_logits
+from runtime.pair.dense import block_logits, distinct_4grams, generate, pad, rollout_logits
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|mask|>", "<|user|>", "<|assistant|>", "<|end|>")
 PAD, BOS, MASK, USER, ASSISTANT, END = range(len(SPECIAL))
@@ -51,13 +52,16 @@ TARGET = ModelConfig(
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the result; counts are steps and rows of a step."""
+    """Everything that decides the result; copy_rows is a share of the rows of text, the rest are counts."""
 
     seed: int = 0
     corpus_samples: int = 60_000
     row_tokens: int = 320
-    target_steps: int = 2000
+    copy_rows: float = 0.25
+    target_steps: int = 1450
     target_rows: int = 12
+    unloop_rounds: int = 2
+    unloop_steps: int = 40
     held_out_each: int = 64
     greedy_each: int = 700
     greedy_tokens: int = 192
@@ -127,7 +131,28 @@ def build_corpus(recipe: Recipe, pools: data.Pools, work: Path) -> None:
         whole = len(left) // recipe.row_tokens * recipe.row_tokens
         rows.append(np.array(left[:whole], dtype=np.uint16).reshape(-1, recipe.row_tokens))
         left = left[whole:]
-    np.save(work / "rows.npy", np.concatenate(rows))
+    text = np.concatenate(rows)
+    ask = tokenizer.encode("Repeat:").ids
+    copies = copy_rows(text, ask, round(len(text) * recipe.copy_rows), np.random.default_rng(recipe.seed))
+    np.save(work / "rows.npy", np.concatenate((text, copies)))
+
+
+def copy_rows(
+    text: NDArray[np.uint16], ask: list[int], count: int, rng: np.random.Generator
+) -> NDArray[np.uint16]:
+    """Rows of requests to repeat tokens drawn at random from the text.
+
+    Nothing but the prompt tells what comes next: this makes small models learn to carry words over from it.
+    """
+    words = text[text >= len(SPECIAL)]
+    row, rows = [], []
+    while len(rows) < count:
+        drawn = rng.choice(words, rng.integers(4, 49)).tolist()
+        row += [BOS, USER, *ask, *drawn, ASSISTANT, *drawn, END]
+        if len(row) >= text.shape[1]:
+            rows.append(row[: text.shape[1]])
+            row = []
+    return np.array(rows, dtype=np.uint16)
 
 
 def optimizers(model: nn.Module, matrix_lr: float, other_lr: float) -> list[torch.optim.Optimizer]:
@@ -196,7 +221,7 @@ def next_token_loss(model: CausalLM, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def train_target(recipe: Recipe, work: Path, compiled: bool) -> None:
+def train_target(recipe: Recipe, pools: data.Pools, work: Path, compiled: bool) -> None:
     """Train the language model on the rows and write it, rounded to bf16, to work/target."""
     torch.manual_seed(recipe.seed)
     rows = torch.from_numpy(np.load(work / "rows.npy").astype(np.int64))
@@ -210,7 +235,55 @@ def train_target(recipe: Recipe, work: Path, compiled: bool) -> None:
         return loss(model, rows[order[picked]])
 
     fit(model, loss_of, recipe.target_steps, optimizers(model, 0.02, 3e-3), work / "target.pt", "target")
+    for step in range(recipe.unloop_rounds):
+        unlearn_loops(model, recipe, pools, rows, work, step)
     save_model(model, work / "target", target_config(TARGET))
+
+
+def unlearn_loops(
+    model: CausalLM, recipe: Recipe, pools: data.Pools, rows: Tensor, work: Path, number: int
+) -> None:
+    """One round of sequence-level unlikelihood training (Welleck et al., 2020) beside the usual loss.
+
+    The model answers fresh training prompts greedily; in answers that loop, tokens that complete a 4-gram
+    seen before in the same answer become less likely.
+    """
+    rng = Random(recipe.seed + 10 + number)
+    tokenizer = Tokenizer.from_file(str(work / "target" / "tokenizer.json"))
+    drawn = [data.sample(domain, pools, rng).prompt for domain in data.DOMAINS for _ in range(80)]
+    prompts = encode_prompts(tokenizer, drawn)
+    looping = []
+    for start in tqdm(range(0, len(prompts), 80), f"answers {number}"):
+        asked = prompts[start : start + 80]
+        for prompt, answer in zip(asked, generate(model, asked, recipe.greedy_tokens, END), strict=True):
+            if distinct_4grams(answer) < 0.65:
+                looping.append((prompt, answer))
+
+    def loss_of(step: int) -> Tensor:
+        rng = Random(step)
+        picked = rng.sample(looping, min(10, len(looping)))
+        ids = pad([prompt + answer for prompt, answer in picked])
+        repeated = pad([[0] * len(prompt) + repeats_4gram(answer) for prompt, answer in picked])[:, 1:].bool()
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model.logits(model(ids, positions, causal)[0])
+        chance = logits[:, :-1].float().softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        unlikely = -torch.log1p(-chance.clamp(max=0.999))[repeated].mean()
+        text = rows[rng.sample(range(len(rows)), recipe.target_rows)]
+        return next_token_loss(model, text) + unlikely
+
+    parts = optimizers(model, 0.004, 6e-4)
+    fit(model, loss_of, recipe.unloop_steps, parts, work / f"unloop{number}.pt", f"unloop {number}")
+
+
+def repeats_4gram(tokens: list[int]) -> list[int]:
+    """1 where a token completes a 4-gram that occurred before in the list, else 0."""
+    seen, marks = set(), []
+    for end in range(1, len(tokens) + 1):
+        gram = tuple(tokens[max(0, end - 4) : end])
+        marks.append(int(len(gram) == 4 and gram in seen))
+        seen.add(gram)
+    return marks
 
 
 def target_config(config: ModelConfig) -> dict[str, object]:
@@ -263,11 +336,10 @@ def make_greedy(recipe: Recipe, pools: data.Pools, work: Path) -> None:
             file.flush()
 
 
-def make_prompts(recipe: Recipe, documentation: Path | None, work: Path) -> None:
+def make_prompts(recipe: Recipe, pools: data.Pools, held_out: data.Pools, work: Path) -> None:
     """Write held-out prompts, none of which the target was trained on."""
-    trained = data.samples(data.read_pools(False, documentation), recipe.corpus_samples, recipe.seed)
-    pools, known = data.read_pools(True, documentation), {sample.prompt for sample in trained}
-    drawn = data.held_out_samples(pools, recipe.held_out_each, recipe.seed + 2, known)
+    known = {sample.prompt for sample in data.samples(pools, recipe.corpus_samples, recipe.seed)}
+    drawn = data.held_out_samples(held_out, recipe.held_out_each, recipe.seed + 2, known)
     lines = [json.dumps({"prompt": sample.prompt, "domain": sample.domain}) + "\n" for sample in drawn]
     (work / "prompts.jsonl").write_text("".join(lines))
 
@@ -468,14 +540,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
     args.work.mkdir(parents=True, exist_ok=True)
+    pools = data.read_pools(False, args.documentation)
     if not (args.work / "rows.npy").exists():
-        build_corpus(recipe, data.read_pools(False, args.documentation), args.work)
+        build_corpus(recipe, pools, args.work)
     if not (args.work / "target" / "model.safetensors").exists():
-        train_target(recipe, args.work, args.compile)
+        train_target(recipe, pools, args.work, args.compile)
     if not (args.work / "prompts.jsonl").exists():
-        make_prompts(recipe, args.documentation, args.work)
+        make_prompts(recipe, pools, data.read_pools(True, args.documentation), args.work)
     if not (args.work / "greedy.done").exists():
-        make_greedy(recipe, data.read_pools(False, args.documentation), args.work)
+        make_greedy(recipe, pools, args.work)
         (args.work / "greedy.done").touch()
     for name in args.drafters:
         if not (args.work / name / "model.safetensors").exists():
