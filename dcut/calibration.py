@@ -6,10 +6,16 @@ A position after the first rejection, or deeper than was verified, is unobserved
 (censoring); as the depth verified depends on the confidences alone, what is observed is unbiased.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import numba
 import numpy as np
 
+from dcut.errors import InputError
 from dcut.scores import check_confidences
+
+FORMAT = 1
 
 # A confidence is looked up by its floating-point bits: 32 cells an octave of c below one half and of 1 - c
 # above it, over 24 octaves each. Half a cell is 1.1 % of the odds, at most 0.3 % of a probability.
@@ -163,3 +169,153 @@ def _refit(
         offset[k] += (pull - known[k, 1] * by_slope - known[k, 2] * by_bias) / own
     pending[:] = 0.0
     return slope + by_slope, bias + by_bias
+
+
+# ---- fitted beforehand, from a trace -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """A curve for each draft position: P(accepted | before accepted) by the log-odds of the confidence.
+
+    curves[k] is (log-odds rising, probabilities), interpolated in between and level beyond.
+    """
+
+    kind: str  # isotonic | temperature
+    curves: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    def probabilities(self, confidences: np.ndarray) -> np.ndarray:
+        """P(draft k accepted | those before it accepted), float64 [batch, drafts].
+
+        Raises InputError where there are more drafts than curves.
+        """
+        x = _clipped_log_odds(check_confidences(confidences))
+        if x.shape[1] > len(self.curves):
+            raise InputError(f"{x.shape[1]} drafts, but the calibration was fitted to {len(self.curves)}")
+        return np.stack([np.interp(x[:, k], *self.curves[k]) for k in range(x.shape[1])], axis=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` reads back."""
+        curves = [[np.round(x, 6).tolist(), np.round(p, 6).tolist()] for x, p in self.curves]
+        return {"format": FORMAT, "kind": self.kind, "curves": curves}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Calibration":
+        """Rebuild what `to_dict` gave. Raises InputError where it is something else or of another format."""
+        try:
+            if data["format"] != FORMAT:
+                raise InputError(f"calibration format {data['format']}; this version reads format {FORMAT}")
+            curves = tuple((np.array(x, float), np.array(p, float)) for x, p in data["curves"])
+            sound = all(len(x) == len(p) > 0 and (np.diff(x) > 0).all() for x, p in curves)
+            if not sound or not all(((p >= 0) & (p <= 1)).all() for _, p in curves):
+                raise ValueError
+            return cls(str(data["kind"]), curves)
+        except (TypeError, KeyError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError("not a calibration: its curves are missing or malformed") from error
+
+
+def fit_isotonic(
+    confidences: np.ndarray, num_accepted: np.ndarray, keep_depth: np.ndarray | None = None
+) -> Calibration:
+    """The best rising curve for each position (pool adjacent violators), by its observed labels alone.
+
+    confidences [rows, drafts], num_accepted [rows]; keep_depth [rows] where not all drafts were verified.
+    Neighbouring positions share a curve until it rests on `FEWEST_LABELS` labels. Every pooled block counts
+    one label more, of the curve's own mean, so that no probability is 0 or 1 for want of data.
+    """
+    x = _clipped_log_odds(check_confidences(confidences))
+    k = np.arange(x.shape[1])
+    seen = k <= num_accepted[:, None]
+    if keep_depth is not None:
+        seen &= k < keep_depth[:, None]
+    curves: list[tuple[np.ndarray, np.ndarray]] = []
+    first = 0
+    for last in k:
+        enough = seen[:, first : last + 1].sum() >= FEWEST_LABELS
+        if not enough and (last < k[-1]):
+            continue
+        if not enough and curves:  # the rest is too thin for a curve of its own
+            curves += curves[-1:] * (last + 1 - first)
+            break
+        rows, position = np.nonzero(seen[:, first : last + 1])
+        labels = position + first < num_accepted[rows]
+        curves += [_rising(x[rows, position + first], labels)] * (last + 1 - first)
+        first = last + 1
+    return Calibration("isotonic", tuple(curves))
+
+
+FEWEST_LABELS = 400
+
+
+def fit_temperatures(confidences: np.ndarray, num_accepted: np.ndarray) -> Calibration:
+    """Sequential temperature scaling: from the first position on, the temperature t[k] for which the product
+    of sigmoid(log_odds(c) / t) up to k is calibrated best (least ECE), those before it staying.
+
+    All drafts must have been verified. Source: DSpark (arXiv 2607.05147), STS: a grid search a position.
+    """
+    x = _clipped_log_odds(check_confidences(confidences))
+    grid = np.arange(-MAX_LOG_ODDS, MAX_LOG_ODDS + 0.25, 0.25)
+    before, curves = np.ones(len(x)), []
+    for k in range(x.shape[1]):
+        candidates = [
+            before / (1.0 + np.exp(-x[:, k] / temperature)) for temperature in np.geomspace(0.25, 4.0, 65)
+        ]
+        errors = [expected_calibration_error(p, num_accepted > k) for p in candidates]
+        best = int(np.argmin(errors))
+        before = candidates[best]
+        curves.append((grid, 1.0 / (1.0 + np.exp(-grid / np.geomspace(0.25, 4.0, 65)[best]))))
+    return Calibration("temperature", tuple(curves))
+
+
+def expected_calibration_error(probability: np.ndarray, label: np.ndarray, bins: int = 20) -> float:
+    """Mean gap between the probability and the share of true labels, over equal-width bins by their size."""
+    at = np.minimum((probability.ravel() * bins).astype(np.int64), bins - 1)
+    gap = np.bincount(at, probability.ravel() - label.ravel(), minlength=bins)
+    return float(np.abs(gap).sum() / at.size)
+
+
+def area_under_curve(score: np.ndarray, label: np.ndarray) -> float:
+    """Probability that a true label scores above a false one, ties counting half; NaN if one is missing."""
+    values, at = np.unique(score.ravel(), return_inverse=True)
+    true = np.bincount(at, label.ravel(), minlength=len(values))
+    false = np.bincount(at, minlength=len(values)) - true
+    pairs = true.sum() * false.sum()
+    below = np.cumsum(false) - false
+    return float((true * (below + false / 2)).sum() / pairs) if pairs else float("nan")
+
+
+def _clipped_log_odds(confidences: np.ndarray) -> np.ndarray:
+    c = confidences.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        return np.clip(np.log(c) - np.log1p(-c), -MAX_LOG_ODDS, MAX_LOG_ODDS)
+
+
+def _rising(x: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rising step curve of label by x with the least squared error, as points in its blocks' middles."""
+    order = np.argsort(x, kind="stable")
+    mean = (label.sum() + 0.5) / (len(label) + 1.0)
+    middle, share = _pool(x[order], label[order].astype(np.float64), mean)
+    keep = np.append(np.diff(middle) > 1e-9, True)
+    return middle[keep], np.maximum.accumulate(share)[keep]
+
+
+@numba.njit(cache=True, nogil=True)
+def _pool(x: np.ndarray, label: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
+    """Pool adjacent violators: mean x and share of each block, drawn to `mean` by one label."""
+    size, sum_x, sum_label = np.empty(len(x)), np.empty(len(x)), np.empty(len(x))
+    blocks = 0
+    for i in range(len(x)):
+        size[blocks], sum_x[blocks], sum_label[blocks] = 1.0, x[i], label[i]
+        blocks += 1
+        while blocks > 1 and (
+            sum_label[blocks - 2] * size[blocks - 1] >= sum_label[blocks - 1] * size[blocks - 2]
+            or sum_x[blocks - 1] * size[blocks - 2] <= sum_x[blocks - 2] * size[blocks - 1]
+        ):
+            blocks -= 1
+            size[blocks - 1] += size[blocks]
+            sum_x[blocks - 1] += sum_x[blocks]
+            sum_label[blocks - 1] += sum_label[blocks]
+    share = (sum_label[:blocks] + mean) / (size[:blocks] + 1.0)
+    return sum_x[:blocks] / size[:blocks], share
