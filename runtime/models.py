@@ -478,7 +478,12 @@ def _filled(model: M, directory: Path, device: str | torch.device, dtype: torch.
         for spare in ("embed_tokens.weight", "t2d", *(("d2t",) if model.d2t is None else ())):
             weights.pop(spare, None)
     model.load_state_dict(weights)
-    return model.to(device, dtype).eval()
+    frequencies = [part.inverse_frequency for part in model.modules() if isinstance(part, Rotary)]
+    model = model.to(device, dtype).eval()
+    for part in model.modules():
+        if isinstance(part, Rotary):  # angles stay float32, whatever the weights are
+            part.inverse_frequency = frequencies.pop(0).to(device)
+    return model
 
 
 def save_model(model: nn.Module, directory: Path, config: dict[str, Any]) -> None:
