@@ -19,7 +19,8 @@ import reference
 
 from dcut import policies
 from dcut.selector import select
-from sim.engine import Engine, Run, request_order
+from sim.arrivals import request_order
+from sim.engine import Engine, Run
 from traces.schema import Trace
 from traces.store import open_trace
 

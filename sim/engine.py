@@ -73,25 +73,6 @@ class Run:
         return self.steps["batch_size"] >= STEADY * self.batch_size
 
 
-def request_order(trace: Trace, num_requests: int, seed: int) -> np.ndarray:
-    """The requests of a run as indices into the trace's, int64 [num_requests], in a seeded random order.
-
-    The trace is gone through as often as needed, each pass in an order of its own in which any stretch
-    holds the domains in the same shares as the trace. The same seed gives the same order to every policy.
-    """
-    rng = np.random.default_rng(seed)
-    _, domain, size = np.unique(
-        trace.requests["domain"].fill_null("").to_numpy(), return_inverse=True, return_counts=True
-    )
-    passes = []
-    for _ in range(-(-num_requests // len(domain))):
-        shuffled = np.lexsort((rng.random(len(domain)), domain))  # domain after domain, random inside
-        rank = np.concatenate([np.arange(n) for n in size])
-        place = (rank + rng.random(len(domain))) / np.repeat(size, size)
-        passes.append(shuffled[np.argsort(place)])
-    return np.concatenate(passes)[:num_requests]
-
-
 def acceptance_lengths(trace: Trace) -> np.ndarray:
     """Tokens a request and step of the whole trace if k drafts are verified, float64 [draft_length + 1]."""
     arrays = trace.arrays

@@ -14,7 +14,8 @@ from dcut.cost import CostTable
 from dcut.errors import InputError, guard
 from dcut.policies import Off, parse_policies
 from sim import results
-from sim.engine import Engine, request_order
+from sim.arrivals import request_order
+from sim.engine import Engine
 from traces.schema import Trace
 from traces.store import open_trace
 

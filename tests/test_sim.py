@@ -14,7 +14,8 @@ from scenes import make_cost, make_trace
 from dcut.cost import CostTable, Sample
 from dcut.errors import InputError
 from dcut.policies import parse_policy
-from sim.engine import STEADY, Engine, Run, request_order
+from sim.arrivals import request_order
+from sim.engine import STEADY, Engine, Run
 from sim.results import figures, tables
 from traces.schema import DECISIONS, REQUESTS, STEPS, Trace
 
