@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -30,8 +30,15 @@ def step_seconds(cost: CostTable, batch_size: int, drafts: int) -> np.ndarray:
     time by requests plus the target's by tokens, a staircase up to the largest captured graph, interpolated
     among the sizes beyond it, extended by the last slope, and made monotone.
     """
-    verify_s = cost.curve(batch_size, batch_size * (1 + drafts), extrapolate=True)[batch_size:]
-    return cost.draft_seconds(batch_size, extrapolate=True) + np.maximum.accumulate(verify_s)
+    tokens = batch_size * (1 + drafts)
+    verify_s = _monotone(cost).curve(batch_size, tokens, extrapolate=True)[batch_size:]
+    return verify_s + cost.draft_seconds(batch_size, extrapolate=True)
+
+
+@lru_cache(maxsize=64)
+def _monotone(cost: CostTable) -> CostTable:
+    """The table with no measurement below one of fewer tokens."""
+    return replace(cost, verify_s=np.maximum.accumulate(cost.verify_s, axis=1))
 
 
 def expected_tokens(confidences: np.ndarray) -> np.ndarray:
