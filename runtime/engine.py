@@ -147,6 +147,8 @@ class Engine:
         if policy.sees != "confidences":
             raise InputError(f"{type(policy).__name__} must know the future: only a replay can run it")
         self._policy = policy.start()
+        # Of the last steps that drafted, a ring: the confidences of each request, by slot.
+        self.history: deque[dict[int, np.ndarray]] = deque({} for _ in range(policy.lag))
 
     @property
     def draft_length(self) -> int:
@@ -198,7 +200,7 @@ class Engine:
         drafts = self.draft(slots, lengths, anchors)
         drafted_s = self.clock()
         context_tokens = int(lengths.sum()) + len(self.batch)
-        selection = self.policy.select(drafts.confidences, self.cost, context_tokens)
+        selection = self.select(drafts.confidences, context_tokens)
         selected_s = self.clock()
         verified = self.verify(slots, lengths, anchors, drafts, selection.keep_depth)
         verified_s = self.clock()
@@ -265,6 +267,21 @@ class Engine:
         chance = _chance(self.batch, width) if self.sample_drafts else (None, None)
         return self.drafter.draft(slots, lengths, anchors, width, *chance)
 
+    def select(self, confidences: np.ndarray, context_tokens: int) -> Selection:
+        """The policy's choice, by this step's confidences or, where its decisions lag, also by older ones."""
+        width = confidences.shape[1]
+        if not self.history or not width:
+            return self.policy.select(confidences, self.cost, context_tokens)
+        seen = self.history[0]
+        self.history.rotate(-1)
+        stale = np.ones_like(confidences)
+        for i, running in enumerate(self.batch):
+            if running.slot in seen:
+                before = seen[running.slot][:width]
+                stale[i, : len(before)] = before
+            seen[running.slot] = confidences[i]
+        return self.policy.select_lagged(confidences, stale, self.cost, context_tokens)
+
     def verify(
         self,
         slots: np.ndarray,
@@ -314,6 +331,8 @@ class Engine:
 
     def _release(self, running: Running) -> None:
         self.drafter.release(running.slot)
+        for seen in self.history:
+            seen.pop(running.slot, None)
         heapq.heappush(self.free_slots, running.slot)
 
     def _prefill(self, some: list[Running]) -> list[Emission]:

@@ -140,6 +140,47 @@ def test_a_drafter_that_caught_up_proposes_what_one_that_never_rested_does(
         np.testing.assert_allclose(proposed[0][place].confidences, proposed[1][place].confidences, rtol=1e-4)
 
 
+class Lagging(BudgetPolicy):
+    """Verifies everything, and writes down what it is told about the step before."""
+
+    lag = 1
+
+    def __init__(self) -> None:
+        self.stale: list[np.ndarray] = []
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("full",)
+
+    def select_lagged(
+        self,
+        confidences: np.ndarray,
+        stale: np.ndarray,
+        cost: CostTable | None,
+        context_tokens: float | None = None,
+    ) -> Selection:
+        self.stale.append(stale)
+        return Full().select(confidences, cost, context_tokens)
+
+
+def test_a_policy_that_lags_is_told_the_confidences_of_the_step_before() -> None:
+    verifier = ScriptedVerifier()
+    drafter = ScriptedDrafter(verifier)
+    policy = Lagging()
+    engine = Engine(verifier, drafter, policy, COST, 2)
+    for i, max_tokens in enumerate((30, 3, 30)):
+        engine.add(Request(i, [i, 2], max_tokens))
+    told: dict[int, np.ndarray] = {}
+    for _ in range(5):
+        anchors = engine.step()
+        assert anchors
+        for i, request_id in enumerate(anchors.request_id):
+            expected = told.get(request_id, np.ones(5))
+            np.testing.assert_array_equal(policy.stale[-1][i], expected)
+        told = {r.request.request_id: engine.history[0][r.slot] for r in engine.batch}
+    assert len(told) == 2
+
+
 def test_a_newcomer_takes_the_first_free_place_and_empty_places_close_up() -> None:
     verifier = ScriptedVerifier()
     engine = Engine(verifier, ScriptedDrafter(verifier), parse_policy("off"), COST, 3)

@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import polars as pl
@@ -16,7 +19,7 @@ from scripted import plain_text, tiny_drafter, tiny_pair, tiny_target, write_tin
 
 from dcut.errors import InputError
 from dcut.policies import parse_policy
-from dcut.record import Config
+from dcut.record import Config, main
 from runtime import recorder as recorder_module
 from runtime.drafter import Seen
 from runtime.engine import Engine, Request, Step
@@ -26,6 +29,7 @@ from runtime.text import Codec
 from traces.schema import Trace
 from traces.store import load
 
+ROOT = Path(__file__).parents[1]
 META = {"target": "t", "drafter": "d", "draft_length": 4, "temperature": 0.0, "max_tokens": 40}
 
 
@@ -286,3 +290,33 @@ def test_prompts_that_are_none_are_named(config: Config, line: str, reason: str)
 def test_missing_models_are_named(config: Config, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
         record(Config(config.out, target=str(tmp_path / "nowhere")))
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+NO_TORCH = """import sys
+sys.modules["torch"] = None
+from dcut import errors, record
+sys.exit(errors.guard(record.main))"""
+
+
+def test_help_needs_no_torch_and_the_missing_extra_names_itself() -> None:
+    asked_help = run_command("-c", NO_TORCH, "--help")
+    assert asked_help.returncode == 0
+    assert "--concurrency" in asked_help.stdout
+    refused = run_command("-c", NO_TORCH, "--out", "nowhere")
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        "error: recording needs torch: install the runtime extra, pip install 'dcut[runtime]'"
+    ]
+
+
+def test_a_runtime_folder_found_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the command is run by its path and dcut/runtime comes before the package runtime."""
+    monkeypatch.setitem(sys.modules, "runtime", ModuleType("runtime"))
+    monkeypatch.delitem(sys.modules, "runtime.recorder")
+    monkeypatch.setattr(sys, "argv", ["record", "--out", "nowhere"])
+    with pytest.raises(InputError, match="run it as a module"):
+        main()
