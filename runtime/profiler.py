@@ -53,6 +53,7 @@ def profile(
 ) -> Profile:
     """Time the step of plain decoding, of the drafter and of the target, over (batch, tokens a request).
 
+    Apart from that, what a prompt token costs, and what a longer context adds to the fullest batch.
     A verify time is all of a step but the drafter: the target's pass, acceptance and the engine's own work.
     prompts: texts as the run will see them, repeated or cut to `context` tokens, so that drafts are accepted
     as usual and the drafter has as much to catch up with. batch_sizes: powers of two up to the verifier's
@@ -70,10 +71,10 @@ def profile(
 
     context = min(context, engine.max_context - _room(engine))
     # The slope over the context: the fullest batch at a middling depth, at half the context.
-    batch, middle = _fill(engine, prompts, context // 2), Fixed(depths[len(depths) // 2])
+    (batch, _), middle = _fill(engine, prompts, context // 2), Fixed(depths[len(depths) // 2])
     shorter = [_twice(engine, batch, middle)[1] for _ in range(5)]
     _empty(engine, batch)
-    batch = _fill(engine, prompts, context)
+    batch, prefill_s = _fill(engine, prompts, context)
     longer = [_twice(engine, batch, middle)[1] for _ in range(5)]
     rise_s = median(s.step_s - s.draft_s for s in longer) - median(s.step_s - s.draft_s for s in shorter)
     slope_s = rise_s / (median(s.context_tokens for s in longer) - median(s.context_tokens for s in shorter))
@@ -106,6 +107,7 @@ def profile(
     options = {
         "context_token_s": min(max(0.0, slope_s), 0.9 * steepest_s),
         "context_per_request": context_per_request,
+        "prefill_token_s": prefill_s / (len(batch) * context),
         "max_graph_tokens": max_graph_tokens,
     }
     spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
@@ -196,14 +198,15 @@ def _room(engine: Engine) -> int:
     return 2 * (engine.draft_length + 1) + 2
 
 
-def _fill(engine: Engine, prompts: Sequence[Sequence[int]], length: int) -> list[Running]:
-    """Admit as many requests as fit, each with a prompt of `length` tokens and room for two steps."""
+def _fill(engine: Engine, prompts: Sequence[Sequence[int]], length: int) -> tuple[list[Running], float]:
+    """Admit as many requests as fit, with prompts of `length` tokens and room for two steps; and its time."""
     for i in range(engine.max_batch_size):
         prompt = list(prompts[i % len(prompts)])
         prompt = (prompt * -(-length // len(prompt)))[-length:]
         engine.add(Request(i, prompt, _room(engine), stop_token_ids=()))
+    began_s = engine.clock()
     engine.admit()
-    return list(engine.batch)
+    return list(engine.batch), engine.clock() - began_s
 
 
 def _empty(engine: Engine, batch: list[Running]) -> None:

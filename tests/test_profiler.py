@@ -53,6 +53,7 @@ def test_the_profile_finds_the_cost_of_every_step(measured: Profile) -> None:
             2e-3 + 1e-3 * batch + 1e-5 * context, rel=0.01
         )
     assert cost.context_token_s == pytest.approx(1e-5, rel=0.05)
+    assert cost.prefill_token_s == pytest.approx(1e-3, rel=0.05)
     assert measured.spread < 0.05
 
 
