@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from scipy import stats
 from scripted import ScriptedDrafter, ScriptedVerifier, plain_text, serve, tiny_pair
 
@@ -19,6 +20,11 @@ from dcut.selector import Selection
 from runtime import engine as engine_module
 from runtime.drafter import Drafter, Drafts
 from runtime.engine import Engine, Request
+from runtime.pair import weights
+from runtime.pair.dense import generate
+from runtime.recorder import read_prompts
+from runtime.text import Codec
+from runtime.verifier import open_pair
 
 COST = CostTable.from_samples(
     [Sample("verify", b, b * n, 0.002 + 0.001 * b * n) for b in (1, 64) for n in (1, 16)]
@@ -328,3 +334,33 @@ def test_sampled_output_follows_the_law_of_plain_sampling(policy: str, sample_dr
 
 def test_ranking_by_the_drawn_token_would_bend_the_law() -> None:
     assert sampled_p_value("ratio:0.5", sample_drafts=True, by_drawn=True) < 1e-9
+
+
+BUILT_IN = ("dflash16", "dflash8", "eagle3", "mtp", "draft", "ngram")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_drafters_are_lossless_on_200_held_out_prompts(name: str) -> None:
+    """Against `runtime.pair.dense.generate`, which shares neither cache, attention nor packing."""
+    directory = weights.HERE / "weights"
+    if not (directory / "target" / "model.safetensors").exists():
+        pytest.skip("the built-in pair is not here")
+    torch.set_num_threads(1)
+    prompts = read_prompts(weights.PROMPTS, Codec.load(directory / "target"), 200)
+    assert len(prompts) == 200
+    longest = max(len(prompt.tokens) for prompt in prompts) + 48
+    drafter_place = name if name == "ngram" else directory / name
+    verifier, drafter = open_pair(directory / "target", drafter_place, 32, longest)
+    (end,) = verifier.eos_token_ids
+    texts = [prompt.tokens for prompt in prompts]
+    expected = [
+        answer
+        for start in range(0, 200, 50)
+        for answer in generate(verifier.model, texts[start : start + 50], 48, end)
+    ]
+    asked = [Request(i, prompt.tokens, 48) for i, prompt in enumerate(prompts)]
+    for policy, batch_size in (("off", 7), ("full", 32), ("ratio:0.5", 16), ("dcut", 32), ("dcut-plus", 5)):
+        outputs = serve(Engine(verifier, drafter, parse_policy(policy), COST, batch_size), asked)
+        differ = [i for i in range(200) if outputs[i] != expected[i]]
+        assert not differ, f"{policy} at batch {batch_size}: {len(differ)} of 200 differ, first {differ[0]}"
