@@ -46,7 +46,7 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
     cost = CostTable.load(config.cost) if config.cost else trace.cost
     if cost is None:
         raise InputError(f"trace {config.trace} has no cost table: give one with --cost FILE (.csv or .json)")
-    batch_sizes = config.batch_sizes or _measured_batch_sizes(cost)
+    batch_sizes = config.batch_sizes or measured_batch_sizes(cost)
     for batch_size in batch_sizes:
         cost.check_batch_size(batch_size)
         if config.requests is not None and config.requests < batch_size:
@@ -91,7 +91,8 @@ def default_requests(trace: Trace, batch_size: int) -> int:
     return max(16 * batch_size, round(100_000 / trace.arrays.output_tokens.mean()))
 
 
-def _measured_batch_sizes(cost: CostTable) -> list[int]:
+def measured_batch_sizes(cost: CostTable) -> list[int]:
+    """The batch sizes that a cost table holds; InputError where it names none."""
     if cost.batch_sizes is not None:
         return [int(batch_size) for batch_size in cost.batch_sizes]
     if len(cost.plain):
@@ -120,7 +121,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, "wasted: share of the verified positions that is a rejected draft"])
 
 
-def _whole(name: str, text: str, least: int) -> int:
+def whole_number(name: str, text: str, least: int) -> int:
+    """The value of an option that is a whole number; InputError where it is not, or below `least`."""
     try:
         value = int(text)
     except ValueError:
@@ -130,8 +132,9 @@ def _whole(name: str, text: str, least: int) -> int:
     return value
 
 
-def _batch_sizes(text: str) -> list[int]:
-    sizes = [_whole("--batch-size", piece.strip(), 1) for piece in text.split(",")]
+def parse_batch_sizes(text: str) -> list[int]:
+    """Batch sizes from a list such as "4,8,16"."""
+    sizes = [whole_number("--batch-size", piece.strip(), 1) for piece in text.split(",")]
     if twice := [size for at, size in enumerate(sizes) if size in sizes[:at]]:
         raise InputError(f"--batch-size {text!r} names {twice[0]} twice: give each once")
     return sizes
@@ -164,10 +167,10 @@ def main() -> None:
     config = Config(
         trace=args.trace,
         policy=args.policy,
-        batch_sizes=None if args.batch_size is None else _batch_sizes(args.batch_size),
+        batch_sizes=None if args.batch_size is None else parse_batch_sizes(args.batch_size),
         cost=args.cost,
-        seed=_whole("--seed", args.seed, 0),
-        requests=None if args.requests is None else _whole("--requests", args.requests, 1),
+        seed=whole_number("--seed", args.seed, 0),
+        requests=None if args.requests is None else whole_number("--requests", args.requests, 1),
         decisions=args.decisions,
         out=args.out,
     )
