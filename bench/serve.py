@@ -51,19 +51,18 @@ def served(*options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """A server process with these options, ready, and its address; told to end, and waited for, at exit."""
     command = [sys.executable, "-u", "-m", "dcut.runtime.serve", "--port", "0", *options]
     # The root of the checkout, so that a server runs the code that stands beside this file.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
-    try:
+    root = Path(__file__).resolve().parents[1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         assert process.stdout is not None
-        url = next((word for word in process.stdout.readline().split() if word.startswith("http")), None)
-        if url is None:
+        url = process.stdout.readline().partition(" ")[0]
+        if not url:
             raise SystemExit(f"the server did not start, exit code {process.wait()}")
-        url = url.rstrip(",")
-        while process.poll() is None and httpx.get(f"{url}/health", trust_env=False).status_code != 200:
-            time.sleep(0.1)
-        yield url, process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+        try:
+            while process.poll() is None and httpx.get(f"{url}/health", trust_env=False).status_code != 200:
+                time.sleep(0.1)
+            yield url, process
+        finally:
+            process.send_signal(signal.SIGTERM)
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, object], leave_after: int | None) -> Outcome:
