@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -430,11 +431,17 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory's `*.safetensors`, sharded or not; FileNotFoundError when there are none."""
+    """All tensors of a directory's `*.safetensors`, sharded or not.
+
+    FileNotFoundError when there are none, ValueError for a damaged file.
+    """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory}: no *.safetensors file")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(f"damaged weights: {error}") from error
 
 
 def load_target(
