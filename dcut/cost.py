@@ -38,9 +38,12 @@ class CostTable:
     knot and the batch up to the next row (a staircase). Above it the step runs without a graph: the time is
     interpolated among the knots beyond alone, so the cliff at the largest graph stays a cliff.
 
-    Draft and plain times are separate and interpolated over the batch size. `context_token_s` and
-    `prefill_token_s` add seconds for each context token beyond `context_per_request * batch_size` and for
-    each prompt token that shares the step.
+    Draft and plain times are separate and interpolated over the batch size. `context_token_s` adds seconds
+    for each context token beyond `context_per_request * batch_size`.
+
+    A step with prompt tokens takes `prefill_s` longer, `prefill_token_s` for each of them, and
+    `prefill_pair_s` for each pair of one and a token that it attends to. In a table without batch sizes
+    prompt tokens are also rows of the pass like any others, since its time depends on rows alone.
     """
 
     verify_tokens: np.ndarray  # float64 [rows, knots], increasing along a row
@@ -52,6 +55,8 @@ class CostTable:
     context_token_s: float = 0.0
     context_per_request: float = 0.0
     prefill_token_s: float = 0.0
+    prefill_pair_s: float = 0.0
+    prefill_s: float = 0.0
 
     # ---- look-up ----------------------------------------------------------------------------------------
 
@@ -61,22 +66,36 @@ class CostTable:
         num_verify_tokens: float,
         context_tokens: float | None = None,
         prefill_tokens: int = 0,
+        prefill_pairs: float = 0.0,
         extrapolate: bool = False,
     ) -> float:
         """Time of the target's forward pass over `num_verify_tokens` of `batch_size` requests, seconds.
 
         context_tokens: total length of the contexts; None means as measured.
+        prefill_tokens, prefill_pairs: of prompts that share the pass; with them batch_size may be 0.
         extrapolate: outside the measured range use the nearest edge below it and the last slope above it,
         instead of raising InputError with the range.
         """
+        if self.batch_sizes is None:
+            num_verify_tokens += prefill_tokens
+        elif not batch_size:  # the weights are read as for one request
+            batch_size = num_verify_tokens = 1
         code, value = _verify_seconds(
             float(batch_size), float(num_verify_tokens), *self._packed, bool(extrapolate)
         )
         if code:
             raise InputError(self._outside(code, batch_size, num_verify_tokens))
         return (
-            value + self.context_seconds(batch_size, context_tokens) + self.prefill_token_s * prefill_tokens
+            value
+            + self.context_seconds(batch_size, context_tokens)
+            + self.prefill_seconds(prefill_tokens, prefill_pairs)
         )
+
+    def prefill_seconds(self, prefill_tokens: int, prefill_pairs: float = 0.0) -> float:
+        """What prompt tokens add to the step that they share."""
+        if not prefill_tokens:
+            return 0.0
+        return self.prefill_s + self.prefill_token_s * prefill_tokens + self.prefill_pair_s * prefill_pairs
 
     def curve(self, batch_size: int, most_tokens: int, extrapolate: bool = False) -> np.ndarray:
         """`seconds` for every number of tokens 0..most_tokens at once; NaN below one token a request."""
@@ -91,13 +110,19 @@ class CostTable:
         return self._line("draft", self.draft, batch_size, extrapolate) if len(self.draft) else 0.0
 
     def plain_seconds(
-        self, batch_size: int, context_tokens: float | None = None, extrapolate: bool = False
+        self,
+        batch_size: int,
+        context_tokens: float | None = None,
+        prefill_tokens: int = 0,
+        prefill_pairs: float = 0.0,
+        extrapolate: bool = False,
     ) -> float:
-        """Time of a step of plain decoding (one token a request, no drafter), seconds."""
+        """Time of a step of plain decoding (one token a request, no drafter), seconds; see `seconds`."""
+        prefill = prefill_tokens, prefill_pairs
         if not len(self.plain):
-            return self.seconds(batch_size, batch_size, context_tokens, extrapolate=extrapolate)
+            return self.seconds(batch_size, batch_size, context_tokens, *prefill, extrapolate=extrapolate)
         measured = self._line("plain", self.plain, batch_size, extrapolate)
-        return measured + self.context_seconds(batch_size, context_tokens)
+        return measured + self.context_seconds(batch_size, context_tokens) + self.prefill_seconds(*prefill)
 
     def context_seconds(self, batch_size: int, context_tokens: float | None) -> float:
         """What a step takes more (or less) than measured because its contexts are longer (or shorter)."""
@@ -278,7 +303,14 @@ class CostTable:
         part.replace(path)
 
 
-_OPTIONS = ("max_graph_tokens", "context_token_s", "context_per_request", "prefill_token_s")
+_OPTIONS = (
+    "max_graph_tokens",
+    "context_token_s",
+    "context_per_request",
+    "prefill_token_s",
+    "prefill_pair_s",
+    "prefill_s",
+)
 
 
 def _grid(rows: dict[int | None, dict[int, float]]) -> dict[str, np.ndarray | None]:

@@ -17,7 +17,7 @@ from traces.schema import Anchors, Trace
 STEADY = 0.85  # a step belongs to the steady state if this share of the configured batch is active
 
 # The engine's state and its records are numpy rows, so that a compiled kernel handles a batch in one call.
-_SLOT = np.dtype(
+SLOT = np.dtype(
     [
         ("request", np.int64),  # number of the request in the run, in order of admission
         ("row", np.int64),  # its anchor: row in the trace's arrays
@@ -26,8 +26,8 @@ _SLOT = np.dtype(
         ("context", np.int64),  # tokens of prompt and output so far, the anchor among them
     ]
 )
-_SPAN = np.dtype([("start_s", np.float64), ("finish_s", np.float64)])
-_STEP = np.dtype(
+SPAN = np.dtype([("start_s", np.float64), ("finish_s", np.float64)])
+STEP = np.dtype(
     [
         ("start_s", np.float64),
         ("batch_size", np.int64),
@@ -133,17 +133,17 @@ class Engine:
         lag = max(decision_lag, policy.lag)
         self.history = np.ones((lag, len(order) if lag else 0, self.draft_length), np.float32)
         self.num_drafted = 0
-        self.waiting = np.zeros(len(order), _SLOT)
+        self.waiting = np.zeros(len(order), SLOT)
         self.waiting["request"] = np.arange(len(order))
         self.waiting["row"] = arrays.first_row[order]
         self.waiting["left"] = arrays.output_tokens[order] - 1
         self.waiting["context"] = arrays.prompt_tokens[order] + 1
         self.num_admitted = 0
-        self.slots = np.zeros(batch_size, _SLOT)
+        self.slots = np.zeros(batch_size, SLOT)
         self.batch = self.slots[:0]  # the active slots
         self.any_finished = True
-        self.spans = np.zeros(len(order), _SPAN)
-        self.steps = np.zeros(4096, _STEP)
+        self.spans = np.zeros(len(order), SPAN)
+        self.steps = np.zeros(4096, STEP)
         self.num_steps = 0
         self.record_decisions = record_decisions
         self.decisions = np.zeros(4096 if record_decisions else 0, _DECISION)
@@ -214,11 +214,15 @@ class Engine:
     def draft(self) -> tuple[np.ndarray, int]:
         """The drafter's confidences, float32 [batch, drafts asked for], and the total length of contexts."""
         batch = len(self.batch)
-        key = batch, self.policy.draft_length(batch, self.draft_length, self.cost)
+        key = batch, self.width(batch)
         confidences = self._drafts.get(key)
         if confidences is None:
             confidences = self._drafts[key] = np.empty(key, np.float32)
         return confidences, _draft(self.batch, self.visible, confidences)
+
+    def width(self, batch_size: int) -> int:
+        """How many drafts to ask of the drafter."""
+        return self.policy.draft_length(batch_size, self.draft_length, self.cost)
 
     def select(self, confidences: np.ndarray, context_tokens: int) -> Selection:
         """The policy's choice, by this step's confidences or, where decisions lag, also by older ones."""
@@ -244,14 +248,21 @@ class Engine:
         draft_s, verify_s = price
         return draft_s, verify_s + self.cost.context_seconds(batch, context_tokens)
 
-    def _price(self, batch: int, num_verify_tokens: int, drafted: bool) -> tuple[float, float]:
+    def _price(
+        self,
+        batch: int,
+        num_verify_tokens: int,
+        drafted: bool,
+        prefill_tokens: int = 0,
+        prefill_pairs: float = 0.0,
+    ) -> tuple[float, float]:
         """Seconds of drafter and target at the context as measured; outside the range only in the tail."""
-        tail = batch < self.batch_size
+        tail, prefill = batch < self.batch_size, (prefill_tokens, prefill_pairs)
         if not drafted:
-            return 0.0, self.cost.plain_seconds(batch, extrapolate=tail)
+            return 0.0, self.cost.plain_seconds(batch, None, *prefill, extrapolate=tail)
         return (
             self.cost.draft_seconds(batch, extrapolate=tail),
-            self.cost.seconds(batch, num_verify_tokens, extrapolate=tail),
+            self.cost.seconds(batch, num_verify_tokens, None, *prefill, extrapolate=tail),
         )
 
     def emit(
@@ -283,7 +294,7 @@ class Engine:
             selection.bucket,
             selection.expected_tokens,
         )
-        if self.policy.learns:
+        if batch and self.policy.learns:
             self.policy.observe(selection.keep_depth, self.accepted[:batch], draft_s + verify_s)
         self.num_steps += 1
         self.num_decisions += batch if self.record_decisions else 0

@@ -1,0 +1,316 @@
+"""The open loop: requests arrive, a router hands them to replicas, each an engine that schedules."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Literal
+
+import numba
+import numpy as np
+import simpy
+
+from dcut.cost import CostTable
+from dcut.policies import BudgetPolicy
+from dcut.selector import Selection
+from sim.arrivals import Traffic
+from sim.engine import SLOT, SPAN, STEP, Engine
+from sim.scheduler import CHUNK, DECODE, DONE, Ledger, Limits, Scheduler
+from traces.schema import Trace
+
+Router = Literal["round-robin", "least-loaded"]
+
+LOAD = np.dtype(
+    [
+        ("prefill_tokens", np.int64),  # of prompts, those computed again among them
+        ("num_prompts", np.int64),  # that end in the step, each with a token
+        ("num_running", np.int64),
+        ("num_waiting", np.int64),
+        ("kv_blocks", np.int64),  # in use
+        ("num_preempted", np.int64),  # when the step was scheduled
+    ]
+)
+_BUFFER = 65_536  # steps kept before they are handed on
+_NO_DECODES = Selection(np.zeros(0, np.int64), 0, -1, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Service:
+    """What one policy did with the traffic: every request, and counts over all steps."""
+
+    limits: Limits
+    draft_length: int
+    labels: tuple[str, ...]
+    ledger: Ledger
+    kept: np.ndarray  # int64 [D], request-steps by keep depth
+    accepted: np.ndarray  # int64 [D], request-steps by accepted drafts
+    gaps: np.ndarray  # int64, times between a request's tokens; see scheduler.gap_quantile
+
+
+class Replica(Engine):
+    """An engine whose requests come when they come, as a scheduler lets them in."""
+
+    def __init__(
+        self,
+        number: int,
+        trace: Trace,
+        policy: BudgetPolicy,
+        cost: CostTable,
+        limits: Limits,
+        ledger: Ledger,
+        slots: np.ndarray,
+        spans: np.ndarray,
+        on_steps: Callable[[int, np.ndarray, np.ndarray], object],
+        on_done: Callable[[np.ndarray], object],
+        decision_lag: int,
+    ) -> None:
+        """slots, spans: SLOT and SPAN of every request. on_steps is told of steps and their LOAD.
+
+        Raises InputError as Engine and Scheduler do.
+        """
+        super().__init__(trace, policy, cost, limits.max_num_seqs, np.zeros(0, np.int64), False, decision_lag)
+        self.number, self.limits, self.ledger = number, limits, ledger
+        self.waiting, self.spans = slots, spans
+        lag = len(self.history)
+        self.history = np.ones((lag, len(ledger) if lag else 0, self.draft_length), np.float32)
+        self.scheduler = Scheduler(limits, ledger)
+        self.steps = np.zeros(_BUFFER, STEP)
+        self.loads = np.zeros(_BUFFER, LOAD)
+        self.on_steps, self.on_done = on_steps, on_done
+        self.idle: simpy.Event | None = None
+        self.now_s = 0.0
+
+    def process(self, env: simpy.Environment) -> Generator[simpy.Event, None, None]:
+        """Serve whenever there is something to serve."""
+        while True:
+            yield from self._serve(env, lambda num_admitted: None)
+            self.idle = env.event()
+            yield self.idle
+
+    def submit(self, request: int) -> None:
+        """Take a request, and wake where nothing was to do."""
+        self.ledger.books[request]["replica"] = self.number
+        self.scheduler.submit(request)
+        if self.idle is not None and not self.idle.triggered:
+            self.idle.succeed()
+
+    @property
+    def load(self) -> int:
+        """What the router compares, as vLLM's does: who waits counts four times."""
+        return 4 * self.scheduler.num_waiting + self.scheduler.num_running
+
+    def admit(self, now_s: float) -> int:
+        """Schedule, as many steps ahead as the engine does; whether there is a step to take."""
+        self.now_s, scheduler = now_s, self.scheduler
+        if not self.limits.prefill:
+            self._report(scheduler.enter(now_s))
+        while len(scheduler.ahead) < self.limits.depth:
+            work = scheduler.hold(super().width(max(1, scheduler.num_running)))
+            if work and self.limits.asynchronous:
+                work = scheduler.fill(scheduler.ahead[-1].rows, now_s)
+            if not work:
+                scheduler.ahead.pop()
+                break
+        if not scheduler.ahead:
+            return 0
+        books, at = self.ledger.books, scheduler.oldest
+        num = _gather(scheduler.plans, scheduler.entries, at, books, self.waiting, self.slots)
+        self.batch = self.slots[:num]
+        return 1
+
+    def width(self, batch_size: int) -> int:
+        """How many drafts to ask of the drafter: no more than slots were scheduled for."""
+        return min(super().width(batch_size), self.scheduler.ahead[0].drafts) if batch_size else 0
+
+    def select(self, confidences: np.ndarray, context_tokens: int) -> Selection:
+        """The policy's choice; nothing where only prompts are computed."""
+        return super().select(confidences, context_tokens) if len(confidences) else _NO_DECODES
+
+    def verify(
+        self, confidences: np.ndarray, selection: Selection, context_tokens: int
+    ) -> tuple[float, float]:
+        """Seconds of the drafter and of the target, prompts and the scheduling that shows among them."""
+        scheduler = self.scheduler
+        if not self.limits.asynchronous and not scheduler.fill(selection.num_verify_tokens, self.now_s):
+            raise AssertionError("nothing to do for requests that wait")
+        prefill = scheduler.ahead[0].prefill
+        if prefill[0]:
+            batch, width = confidences.shape
+            draft_s, verify_s = self._price(batch, selection.num_verify_tokens, width > 0, *prefill)
+            verify_s += self.cost.context_seconds(batch, context_tokens)
+        elif len(confidences):
+            draft_s, verify_s = super().verify(confidences, selection, context_tokens)
+        else:
+            draft_s, verify_s = 0.0, self.cost.plain_seconds(1, extrapolate=True)
+        if self.limits.asynchronous:
+            return draft_s, max(verify_s, self.limits.host_s - draft_s)
+        return draft_s, verify_s + self.limits.host_s
+
+    def emit(
+        self, selection: Selection, start_s: float, draft_s: float, verify_s: float, context_tokens: int
+    ) -> None:
+        """Move every request to its next anchor, and let go of those that are done."""
+        if self.num_steps == _BUFFER:
+            self.flush()
+        step = self.num_steps
+        super().emit(selection, start_s, draft_s, verify_s, context_tokens)
+        scheduler = self.scheduler
+        _advance(
+            scheduler.plans,
+            scheduler.entries,
+            scheduler.oldest,
+            self.ledger.books,
+            self.ledger.first_row,
+            self.ledger.num_rows,
+            self.waiting,
+            self.batch,
+            scheduler.queue,
+            scheduler.kv[0],
+            self.loads,
+            step,
+        )
+        now_s = start_s + (draft_s + verify_s)
+        self._report(scheduler.settle(self.accepted, now_s))
+
+    def flush(self) -> None:
+        """Hand on the steps taken since the last time."""
+        self.on_steps(self.number, self.steps[: self.num_steps], self.loads[: self.num_steps])
+        self.num_steps = 0
+
+    def _report(self, done: np.ndarray) -> None:
+        if len(done):
+            self.on_done(done)
+
+
+def serve(
+    traffic: Traffic,
+    policy: BudgetPolicy,
+    cost: CostTable,
+    limits: Limits,
+    replicas: int = 1,
+    router: Router = "round-robin",
+    decision_lag: int = 0,
+    on_steps: Callable[[int, np.ndarray, np.ndarray], object] = lambda replica, steps, loads: None,
+    progress: Callable[[int], object] = lambda num_done: None,
+) -> Service:
+    """Serve all of `traffic`.
+
+    on_steps(replica, steps, loads): told of every step, some at a time; the arrays are used again after it.
+    progress is told now and then how many more requests are done. Requests that ask for one token finish
+    with their prompts. Raises InputError, before any work, for a request that outgrows the KV memory, and
+    where the cost table does not hold `max_num_seqs`.
+    """
+    ledger = Ledger(traffic.chunks())
+    slots = np.zeros(len(ledger), SLOT)
+    slots["request"] = np.arange(len(ledger))
+    slots["row"] = ledger.first_row
+    slots["left"] = ledger.books["output_tokens"] - 1
+    slots["context"] = ledger.books["prompt_tokens"] + 1
+    spans = np.zeros(len(ledger), SPAN)
+    env = simpy.Environment()
+    reported, num_done, upcoming = 0, 0, traffic.users or len(ledger)
+    stride = max(1, len(ledger) // 100)
+
+    def route(request: int) -> None:
+        if router == "round-robin":
+            to = engines[request % replicas]
+        else:
+            to = min(engines, key=lambda engine: engine.load)
+        to.submit(request)
+
+    def arrive(first: int, last: int) -> Generator[simpy.Event, None, None]:
+        for request in range(first, last):
+            wait_s = float(ledger.books[request]["arrival_s"]) - env.now
+            if wait_s > 0:
+                yield env.timeout(wait_s)
+            route(request)
+
+    def done(requests: np.ndarray) -> None:
+        nonlocal reported, num_done, upcoming
+        for _ in requests if traffic.users else ():  # a user reads, thinks, and sends the next
+            if upcoming < len(ledger):
+                book = ledger.books[upcoming]
+                book["arrival_s"] = env.now + book["think_s"]
+                env.process(arrive(upcoming, upcoming + 1))
+                upcoming += 1
+        num_done += len(requests)
+        if num_done - reported >= stride:
+            progress(num_done - reported)
+            reported = num_done
+
+    engines = [
+        Replica(
+            number, traffic.trace, policy, cost, limits, ledger, slots, spans, on_steps, done, decision_lag
+        )
+        for number in range(replicas)
+    ]
+    for engine in engines:
+        env.process(engine.process(env))
+    env.process(arrive(0, upcoming))
+    env.run()
+    progress(num_done - reported)
+    for engine in engines:
+        engine.flush()
+    tally = sum((engine.tally for engine in engines), np.zeros_like(engines[0].tally)).sum(axis=0)
+    gaps = sum((engine.scheduler.gaps for engine in engines), np.zeros_like(engines[0].scheduler.gaps))
+    return Service(limits, traffic.trace.draft_length, engines[0].policy.labels, ledger, *tally, gaps)
+
+
+@numba.njit(cache=True, nogil=True)
+def _gather(
+    plans: np.ndarray,
+    entries: np.ndarray,
+    at: int,
+    books: np.ndarray,
+    waiting: np.ndarray,
+    slots: np.ndarray,
+) -> int:
+    """Fill slots with those who decode in plans[at] and are not done by now; how many."""
+    num = 0
+    for k in range(plans[at].num):
+        entry = entries[at, k]
+        if entry.kind == DECODE and books[entry.request].status != DONE:
+            slots[num] = waiting[entry.request]
+            num += 1
+    return num
+
+
+@numba.njit(cache=True, nogil=True)
+def _advance(
+    plans: np.ndarray,
+    entries: np.ndarray,
+    at: int,
+    books: np.ndarray,
+    first_row: np.ndarray,
+    num_rows: np.ndarray,
+    waiting: np.ndarray,
+    slots: np.ndarray,
+    queue: np.ndarray,
+    memory: np.ndarray,
+    loads: np.ndarray,
+    step: int,
+) -> None:
+    """Write back where the requests of plans[at] are, anchors being a ring, and loads[step]."""
+    plan, q, m, load = plans[at], queue[0], memory[0], loads[step]
+    num, num_prompts = 0, 0
+    for k in range(plan.num):
+        r = entries[at, k].request
+        if entries[at, k].kind == CHUNK or books[r].status == DONE:
+            continue
+        slot = waiting[r]
+        if entries[at, k].kind == DECODE:
+            waiting[r] = slots[num]
+            num += 1
+        else:
+            num_prompts += 1
+            if books[r].tokens > books[r].prompt_tokens:  # it was computed again
+                slot.row += 1
+                slot.position += 1
+                slot.context += 1
+                slot.left -= 1
+        if num_rows[r] > 0:
+            slot.row = first_row[r] + (slot.row - first_row[r]) % num_rows[r]
+    load.prefill_tokens = plan.prefill_tokens
+    load.num_prompts = num_prompts
+    load.num_running = q.num_running
+    load.num_waiting = q.tail - q.head + q.num_front
+    load.kv_blocks = m.num_blocks - m.num_free
+    load.num_preempted = plan.preempted
