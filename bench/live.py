@@ -2,9 +2,10 @@
 
     python bench/live.py [--trace DIR] [--policy off,full,ratio:0.5,dcut] [--batch-size 1,4,8,16,32]
 
-With --trace, a recording of the same prompts, its cost table decides and predicts: run
-`python -m sim.validate --trace DIR --live OUT` afterwards. Times are CPU seconds of one thread unless --wall,
-so that others on the machine blur them less. Prefills are not counted.
+Before a batch size's turn its steps are profiled, for dcut to decide by; the policies then take turns, eight
+steps at a time, so that whatever else happens on the machine disturbs all of them alike. Times are CPU
+seconds of one thread unless --wall. Prefills are not counted. With --trace, a recording of the same prompts,
+`python -m sim.validate --trace DIR --live OUT` afterwards compares each run with its replay.
 """
 
 import argparse
@@ -16,13 +17,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from tqdm import tqdm
 
 from dcut.errors import guard
 from dcut.policies import parse_policies
 from runtime.engine import Engine, Request
 from runtime.pair import weights
-from runtime.profiler import Drift, cached_profile
-from runtime.recorder import Log, describe, read_prompts, run_closed, write_live
+from runtime.profiler import Drift, profile
+from runtime.recorder import Log, describe, read_prompts, write_live
 from runtime.text import Codec
 from runtime.verifier import open_pair
 from sim.engine import STEADY
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256, help="without --trace (%(default)s)")
     parser.add_argument("--trace", metavar="DIR", help="a recording of these prompts")
     parser.add_argument("--out", default="out/live", metavar="DIR")
+    parser.add_argument("--profile-s", type=float, default=10.0, help="a batch size (%(default)s)")
     parser.add_argument("--wall", action="store_true", help="wall-clock times")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,37 +65,47 @@ def main() -> None:
     sizes = [int(size) for size in args.batch_size.split(",")]
     prompts = read_prompts(args.prompts, Codec.load(Path(args.target)))
     trace = open_trace(args.trace) if args.trace else None
+    context = round(float(np.mean([len(prompt.tokens) for prompt in prompts])) + args.max_tokens / 3)
     if trace:
         prompts, args.max_tokens = prompts[: len(trace.requests)], trace.meta["max_tokens"]
-    longest = max(len(prompt.tokens) for prompt in prompts) + args.max_tokens
-    verifier, drafter = open_pair(args.target, args.drafter, max(sizes), longest)
-    cost = trace.cost if trace else None
-    if cost is None:
-        texts = [prompt.tokens for prompt in prompts]
-        context = round(float(np.mean([len(text) for text in texts])) + args.max_tokens / 2)
-        cost = cached_profile(verifier, drafter, texts, context, clock=clock, progress=True).cost
+        context = round(float(trace.steps["context_tokens"].sum()) / float(trace.steps["batch_size"].sum()))
+    texts = [prompt.tokens for prompt in prompts]
+    longest = max(map(len, texts)) + args.max_tokens
+    policies = parse_policies(args.policy)
+    verifier, drafter = open_pair(args.target, args.drafter, len(policies) * max(sizes), longest)
     about = describe(verifier, drafter, Path(args.target), Path(args.drafter).name)
     about |= {"max_tokens": args.max_tokens, "clock": "wall" if args.wall else "cpu"}
     print("batch  policy       tok/s  tokens/step  step ms  engine's own  drift")
     for size in sizes:
-        found: dict[str, dict[str, Any]] = {}
-        for name, policy in parse_policies(args.policy).items():
-            count = min(args.requests or max(24, 4 * size), len(prompts))
+        options: dict[str, Any] = {"budget_s": args.profile_s, "clock": clock, "progress": True}
+        cost = profile(verifier, drafter, texts, context, [size], **options).cost
+        count = min(args.requests or max(24, 4 * size), len(prompts))
+        asked = [(Request(i, p.tokens, args.max_tokens), p.domain) for i, p in enumerate(prompts[:count])]
+        runs: dict[str, tuple[Engine, Log, Drift]] = {}
+        for turn, (name, policy) in enumerate(policies.items()):
             engine = Engine(verifier, drafter, policy, cost, size, clock=clock)
-            log, drift = Log(), Drift(cost, window=100_000)
-            asked = [(Request(i, p.tokens, args.max_tokens), p.domain) for i, p in enumerate(prompts[:count])]
-            run_closed(engine, asked, log, drift, progress=True)
-            steps = log.tables()["steps"]
-            found[name] = figures(steps, size)
-            row = found[name]
+            engine.free_slots = list(range(turn * size, (turn + 1) * size))
+            runs[name] = engine, Log(), Drift(cost, window=100_000)
+            for request, domain in asked:
+                runs[name][1].expect(request, domain)
+                engine.add(request)
+        with tqdm(total=len(runs) * count, unit=" requests", leave=False, disable=None) as bar:
+            while any(engine.busy for engine, _, _ in runs.values()):
+                for engine, log, drift in runs.values():
+                    for step in filter(None, (engine.step() for _ in range(8))):
+                        log.add(step, engine.policy.labels[step.selection.bucket])
+                        drift.add(step)
+                bar.update(sum(len(log.finished) for _, log, _ in runs.values()) - bar.n)
+        found: dict[str, dict[str, float]] = {}
+        for name, (_, log, drift) in runs.items():
+            row = found[name] = figures(log.tables()["steps"], size)
             print(
                 f"{size:>5}  {name:<10} {row['tps']:>7.0f} {row['tokens']:>12.2f} {row['step_ms']:>8.1f} "
                 f"{row['own']:>13.1%} {drift.ratio:>6.2f}",
                 flush=True,
             )
-            write_live(
-                Path(args.out) / run_name(name, size), log, about | {"policy": name, "batch_size": size}
-            )
+            meta = about | {"policy": name, "batch_size": size}
+            write_live(Path(args.out) / run_name(name, size), log, meta, cost)
         if {"full", "ratio:0.5", "dcut"} <= found.keys():
             full, ratio, dcut = (found[name]["tps"] for name in ("full", "ratio:0.5", "dcut"))
             best = dcut / max(full, ratio)

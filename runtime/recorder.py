@@ -118,7 +118,9 @@ class DensePass:
 
     def anchors(self, texts: Sequence[Recorded]) -> list[pl.DataFrame]:
         """The rows of anchors.parquet of each text: one for each output position."""
+        self._forget()  # what an interrupt may have left
         futures = self._continue(texts) if self.temperature == 0 else [np.zeros(0, np.int64)] * len(texts)
+        self._forget()
         return [self._anchors(text, future) for text, future in zip(texts, futures, strict=True)]
 
     def _continue(self, texts: Sequence[Recorded]) -> list[np.ndarray]:
@@ -131,9 +133,11 @@ class DensePass:
         while step := engine.step():
             for emission in step.emissions:
                 found[emission.request_id] += emission.tokens
-        for slot in range(SLOTS):
-            self.drafter.release(slot)
         return [np.array(tokens) for tokens in found]
+
+    def _forget(self) -> None:
+        for slot in range(SLOTS + 1):
+            self.drafter.release(slot)
 
     def _anchors(self, text: Recorded, future: np.ndarray) -> pl.DataFrame:
         prompt, output, width = text.request.prompt, text.output, self.drafter.draft_length
@@ -173,10 +177,7 @@ class DensePass:
                     schema=anchors_schema(width, self.temperature > 0),
                 )
             )
-        self.drafter.release(source)
-        return (
-            pl.concat(tables) if tables else pl.DataFrame(schema=anchors_schema(width, self.temperature > 0))
-        )
+        return pl.concat(tables)
 
     def _accept_probs(
         self, slots: np.ndarray, lengths: np.ndarray, anchors: np.ndarray, drafts: np.ndarray
@@ -433,10 +434,10 @@ def run_closed(
             bar.update(sum(e.finish_reason is not None for e in step.emissions))
 
 
-def write_live(out: str | Path, log: Log, meta: dict[str, Any]) -> None:
-    """Write a finished run as a directory for `sim.validate`: requests, steps, decisions, tokens.
+def write_live(out: str | Path, log: Log, meta: dict[str, Any], cost: CostTable) -> None:
+    """Write a finished run as a directory for `sim.validate`: requests, steps, decisions, tokens, cost table.
 
-    meta: `policy` as it is spelt and `batch_size` among it.
+    meta: `policy` as it is spelt and `batch_size` among it. cost: the table that the policy decided by.
     """
     finished, tables = log.finished, log.tables()
     lengths = [len(recorded.output) for recorded in finished]
@@ -447,7 +448,7 @@ def write_live(out: str | Path, log: Log, meta: dict[str, Any]) -> None:
             "token_id": np.concatenate([recorded.output for recorded in finished]),
         }
     )
-    write_directory(out, "live", meta, tables, {})
+    write_directory(out, "live", meta, tables, {"cost": cost.to_dict()})
 
 
 def summary(trace: Trace, out: str) -> str:

@@ -31,6 +31,7 @@ class LiveRun:
     steps: pl.DataFrame
     decisions: pl.DataFrame
     tokens: pl.DataFrame  # request_id, position, token_id
+    cost: CostTable  # that the policy decided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +69,27 @@ def read_live(path: str | Path) -> list[LiveRun]:
 
 def _read_run(path: Path) -> LiveRun:
     try:
-        meta, tables, _ = read_directory(path, "live")
+        meta, tables, documents = read_directory(path, "live")
     except InputError as not_live:
         try:
-            meta, tables, _ = read_directory(path, "trace")
+            meta, tables, documents = read_directory(path, "trace")
         except InputError:
             raise not_live from None
         tables["tokens"] = tables["anchors"].select("request_id", "position", "token_id")
     missing = [name for name in ("policy", "batch_size") if name not in meta]
     missing += [name for name in ("steps", "decisions") if name not in tables]
+    missing += [name for name in ("cost",) if name not in documents]
     if missing:
         raise InputError(f"{path} is not a live run: it holds no {', '.join(missing)}")
     if meta.get("resumed"):
         raise InputError(f"{path} was recorded in pieces: its steps are not one run that can be replayed")
-    return LiveRun(
-        meta["policy"], meta["batch_size"], *(tables[n] for n in ("requests", "steps", "decisions", "tokens"))
-    )
+    columns = {name: tables[name] for name in ("requests", "steps", "decisions", "tokens")}
+    cost = CostTable.from_dict(documents["cost"])
+    return LiveRun(meta["policy"], meta["batch_size"], **columns, cost=cost)
 
 
-def compare(trace: Trace, live: LiveRun, cost: CostTable) -> Comparison:
-    """Replay a live run's requests, in their order and with its policy and batch size, and compare.
+def compare(trace: Trace, live: LiveRun) -> Comparison:
+    """Replay a live run's requests, in their order and with its policy, batch size and costs, and compare.
 
     Raises InputError where the trace lacks one of the requests, or holds an output of another length.
     """
@@ -102,7 +104,7 @@ def compare(trace: Trace, live: LiveRun, cost: CostTable) -> Comparison:
         )
     order = both["index"].to_numpy().astype(np.int64)
     policy = parse_policy(live.policy)
-    run = Engine(trace, policy, cost, live.batch_size, order, record_decisions=True).run()
+    run = Engine(trace, policy, live.cost, live.batch_size, order, record_decisions=True).run()
     replayed = results.tables(run, trace)["decisions"]
     same = live.decisions.join(replayed, on=["step", "request_id", "position", "keep_depth"], how="semi")
     tokens = live.tokens.join(
@@ -175,17 +177,13 @@ def main() -> None:
     )
     parser.add_argument("--trace", required=True, help="built-in name or directory of the recording")
     parser.add_argument("--live", required=True, metavar="DIR", help="a live run, or a folder of some")
-    parser.add_argument("--cost", metavar="FILE", help="cost table, .csv or .json (the trace's own)")
     parser.add_argument(
         "--plot", metavar="FILE", default="out/validate.html", help=".html, .svg or .png (%(default)s)"
     )
     args = parser.parse_args()
     trace = open_trace(args.trace)
-    cost = CostTable.load(args.cost) if args.cost else trace.cost
-    if cost is None:
-        raise InputError(f"trace {args.trace} has no cost table: give one with --cost FILE (.csv or .json)")
     bar = tqdm(read_live(args.live), unit=" runs", leave=False, disable=None)
-    found = [compare(trace, live, cost) for live in bar]
+    found = [compare(trace, live) for live in bar]
     print(table(found))
     plot(found, args.plot)
     print(f"plotted in {args.plot}")

@@ -1,6 +1,7 @@
 """Live and replayed runs take the same decisions, and where they do not it shows."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +57,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for policy, batch_size in RUNS:
         log = Log()
         run_closed(Engine(verifier, drafter, parse_policy(policy), COST, batch_size), ASKED, log)
-        write_live(
-            place / "live" / f"{policy.replace(':', '_')}-{batch_size}", log, about(policy, batch_size)
-        )
+        name = f"{policy.replace(':', '_')}-{batch_size}"
+        write_live(place / "live" / name, log, about(policy, batch_size), COST)
     return place
 
 
@@ -71,7 +71,7 @@ def test_replay_and_live_engine_decide_alike_in_every_step(place: Path, trace: T
     runs = read_live(place / "live")
     assert {(run.policy, run.batch_size) for run in runs} == set(RUNS)
     for run in runs:
-        found = compare(trace, run, COST)
+        found = compare(trace, run)
         assert found.num_equal_tokens == found.num_tokens == trace.requests["output_tokens"].sum()
         assert found.num_equal_decisions == found.num_decisions == len(run.decisions)
         assert found.replay_tps > 0
@@ -89,7 +89,7 @@ def test_depths_of_live_steps_differ_among_policies(place: Path) -> None:
 
 def test_the_run_behind_a_recording_is_a_live_run(place: Path, trace: Trace) -> None:
     (run,) = read_live(place / "trace")
-    found = compare(trace, run, COST)
+    found = compare(trace, run)
     assert (found.policy, found.batch_size) == ("full", 3)
     assert found.num_equal_decisions == found.num_decisions > 0
 
@@ -102,15 +102,12 @@ def test_what_differs_is_counted(place: Path, trace: Trace) -> None:
     depth[wrong] += 1
     token = run.tokens["token_id"].to_numpy().copy()
     token[:2] += 1
-    changed = validate.LiveRun(
-        run.policy,
-        run.batch_size,
-        run.requests,
-        run.steps,
-        run.decisions.with_columns(keep_depth=depth),
-        run.tokens.with_columns(token_id=token),
+    changed = replace(
+        run,
+        decisions=run.decisions.with_columns(keep_depth=depth),
+        tokens=run.tokens.with_columns(token_id=token),
     )
-    found = compare(trace, changed, COST)
+    found = compare(trace, changed)
     assert found.num_decisions - found.num_equal_decisions == 3
     assert found.num_tokens - found.num_equal_tokens == 2
 
@@ -152,15 +149,8 @@ def test_runs_that_cannot_be_compared_are_refused(place: Path, tmp_path: Path, t
     with pytest.raises(InputError, match="holds no live run"):
         read_live(tmp_path)
     run = read_live(place / "live")[0]
-    other = validate.LiveRun(
-        run.policy,
-        run.batch_size,
-        run.requests.with_columns(output_tokens=pl.col("output_tokens") + 1),
-        run.steps,
-        run.decisions,
-        run.tokens,
-    )
+    other = replace(run, requests=run.requests.with_columns(output_tokens=pl.col("output_tokens") + 1))
     with pytest.raises(InputError, match="not a recording of the same requests"):
-        compare(trace, other, COST)
+        compare(trace, other)
     with pytest.raises(InputError, match="in the trace"):
-        compare(open_trace("tiny-pair"), other, COST)
+        compare(open_trace("tiny-pair"), other)
