@@ -254,9 +254,11 @@ def open_traffic(
 ) -> Traffic:
     """The traffic that a command line asks for; see `add_arguments`.
 
-    Raises InputError on what cannot be: an unknown process, a rate beside a workload, a rate below 0.
+    Raises InputError on what cannot be, such as a rate beside a workload, and as `read_workload` does.
     """
     _check_positive("--rate-scale", rate_scale)
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: a run has at least one request")
     name = arrivals.partition(":")[0]
     if name in PROCESSES or not (Path(arrivals).suffix or Path(arrivals).exists()):
         if rate is not None and name == "closed":
