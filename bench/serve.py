@@ -58,8 +58,9 @@ def served(*options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
         if not url:
             raise SystemExit(f"the server did not start, exit code {process.wait()}")
         try:
-            while process.poll() is None and httpx.get(f"{url}/health", trust_env=False).status_code != 200:
-                time.sleep(0.1)
+            with httpx.Client(trust_env=False, timeout=60) as client:
+                while process.poll() is None and client.get(f"{url}/health").status_code != 200:
+                    time.sleep(0.1)
             yield url, process
         finally:
             process.send_signal(signal.SIGTERM)

@@ -40,6 +40,8 @@ class Metrics:
             "dcut_expected_tokens", "Tokens that the policy expected its steps to emit", registry=registry
         )
         self.emitted_tokens = Counter("dcut_emitted_tokens", "Tokens emitted by steps", registry=registry)
+        self.prefill_s = Counter("dcut_prefill_seconds", "Time of admissions before steps", registry=registry)
+        self.prefill_tokens = Counter("dcut_prefill_tokens", "Prompt tokens run", registry=registry)
         self.profile_drift = Gauge(
             "dcut_profile_drift", "Measured over profiled step time, recent steps", registry=registry
         )
@@ -56,6 +58,8 @@ class Metrics:
     def observe(self, step: Step, labels: Sequence[str], draft_length: int) -> None:
         """Count one step; labels: of the policy's budgets."""
         selection, batch_size = step.selection, len(step.request_id)
+        self.prefill_s.inc(step.prefill_s)
+        self.prefill_tokens.inc(step.prefill_tokens)
         if batch_size == 0:  # every request ended with the token of its prefill
             return
         self.step_s.observe(step.step_s)

@@ -310,12 +310,15 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
         if api_key is not None and not secrets.compare_digest(shown, f"Bearer {api_key}".encode()):
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
 
+    def check_model(name: str) -> None:
+        if name != model:
+            message = f"there is no model {name!r}, this server has {model!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
     async def answer(request: Request, body: GenerateBody, prompt: list[int], limit: int | None) -> Response:
         """Check what only the model can tell, take a place, and answer as a whole or as a stream."""
         service.check_ready()
-        if body.model != model:
-            message = f"there is no model {body.model!r}, this server has {model!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+        check_model(body.model)
         if outside := [token for token in prompt if not 0 <= token < codec.vocab_size]:
             raise ApiError(400, f"prompt: token {outside[0]} is outside the vocabulary", param="prompt")
         if not prompt:
@@ -334,24 +337,30 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
             return EventStream(generation, bool(body.stream_options and body.stream_options.include_usage))
         return await whole_unless_gone(request, generation)
 
-    started = int(time.time())
     api = APIRouter(prefix="/v1", dependencies=[Depends(authorize)])
+
+    card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "dcut"}
 
     @api.get("/models")
     def models() -> dict[str, Any]:
-        card = {"id": model, "object": "model", "created": started, "owned_by": "dcut"}
         return {"object": "list", "data": [card]}
+
+    @api.get("/models/{name}")
+    def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return card
 
     @api.post("/completions")
     async def completions(request: Request) -> Response:
         body = await parse(request, CompletionBody)
-        prompt = codec.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        text = body.prompt  # in a thread of its own: a long one must not hold up every stream
+        prompt = await asyncio.to_thread(codec.encode, text) if isinstance(text, str) else text
         return await answer(request, body, prompt, body.limit)
 
     @api.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await parse(request, ChatBody)
-        prompt = codec.encode_chat([message.plain for message in body.messages])
+        prompt = await asyncio.to_thread(codec.encode_chat, [message.plain for message in body.messages])
         return await answer(request, body, prompt, body.limit)
 
     @api.get("/policy")

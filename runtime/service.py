@@ -220,7 +220,7 @@ class Service:
         self.state = state
 
     def _serve(self, engine: Engine) -> None:
-        drift = None if engine.cost is None else Drift(engine.cost)
+        drift, warned = None if engine.cost is None else Drift(engine.cost), False
         while engine.busy or self.state == "ready":
             if (
                 self._recorder is not None
@@ -240,6 +240,9 @@ class Service:
             if drift is not None:
                 drift.add(step)
                 self.metrics.profile_drift.set(drift.ratio)
+                if not warned and len(drift.ratios) == drift.ratios.maxlen and (warning := str(drift)):
+                    warned = True
+                    print(warning, file=sys.stderr, flush=True)
 
     def _commands(self, wait: bool) -> Iterator[Command]:
         """Those that have come; where there is nothing else to do, wait for one."""

@@ -26,6 +26,7 @@ from dcut.cost import CostTable, Sample
 from dcut.policies import BudgetPolicy, DCut, Off
 from dcut.selector import Selection
 from runtime.engine import Emission, Request, Step
+from runtime.recorder import Log
 from runtime.server import create_app, listen
 from runtime.service import Service
 from runtime.text import Codec, TextStream
@@ -103,8 +104,8 @@ class ScriptedEngine:
         depth = np.full(len(batch), 3)
         return Step(
             start_s=0.0,
-            prefill_tokens=0,
-            prefill_s=0.0,
+            prefill_tokens=5,
+            prefill_s=0.001,
             context_tokens=10,
             draft_s=0.001,
             select_s=0.001,
@@ -130,7 +131,7 @@ class Running:
     server: uvicorn.Server
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=30, **options)
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=60, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         with self.client() as client:
@@ -148,10 +149,11 @@ def running(
     api_key: str | None = None,
     max_waiting: int = 100,
     build: Callable[[], ScriptedEngine] | None = None,
+    recorder: Any = None,
 ) -> Iterator[Running]:
     """A server in threads of this process, ready unless `build` is given."""
     engine = engine or ScriptedEngine()
-    service = Service(lambda: (build() if build else engine, None), "dcut", max_waiting)
+    service = Service(lambda: (build() if build else engine, recorder), "dcut", max_waiting)
     app = create_app(service, CODEC, "scripted", api_key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
     with listen("127.0.0.1", 0) as listener:
@@ -172,11 +174,11 @@ def running(
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread is about to do."""
-    for _ in range(3000):
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("it did not come about in 30 s")
+    raise AssertionError("it did not come about in 60 s")
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +333,9 @@ def test_a_chat_is_what_the_model_s_template_makes_of_it(server: Running) -> Non
 def test_the_models_are_listed(server: Running) -> None:
     with server.client() as client:
         (card,) = client.get("/v1/models").json()["data"]
-    assert card["id"] == "scripted"
+        assert card["id"] == "scripted"
+        assert client.get("/v1/models/scripted").json() == card
+        assert client.get("/v1/models/gpt-9").json()["error"]["code"] == "model_not_found"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------
@@ -487,6 +491,7 @@ def test_metrics_count_what_the_steps_did() -> None:
         assert server.metric("dcut_keep_ratio_sum") == pytest.approx(10 * 4 / 16)
         assert server.metric("dcut_expected_tokens_total") == 25
         assert server.metric("dcut_emitted_tokens_total") == 30
+        assert server.metric("dcut_prefill_tokens_total") == 50
         assert server.metric('dcut_bucket_steps_total{bucket="0.25"}') == 10
         assert server.metric('dcut_verified_drafts_total{position="2"}') == 10
         assert server.metric('dcut_accepted_drafts_total{position="1"}') == 10
@@ -584,3 +589,39 @@ def test_an_engine_that_breaks_fails_its_requests_and_takes_no_more() -> None:
         assert client.post("/v1/completions", json=GOOD).status_code == 503
         with pytest.raises(RuntimeError, match="told to break"):
             server.service.close()
+
+
+class Notes(Log):
+    """A log that ends without a dense pass."""
+
+    partial: bool | None = None
+
+    def flush(self) -> None:
+        raise AssertionError("too little was served to stop for a dense pass")
+
+    def close(self, partial: bool) -> None:
+        self.partial = partial
+
+
+def test_what_is_served_is_logged_with_how_it_ended() -> None:
+    notes = Notes()
+    with running(recorder=notes) as server:
+        for body in (GOOD, {**GOOD, "stop": "Fuß", "max_tokens": 300}):
+            assert server.post("/v1/completions", body).status_code == 200
+        long = {**GOOD, "max_tokens": 300, "stream": True}
+        with server.client() as client, client.stream("POST", "/v1/completions", json=long) as reply:
+            next(reply.iter_lines())
+            server.engine.free.clear()
+        until(lambda: server.service.num_requests == 0)
+    assert [text.finish_reason for text in notes.finished] == ["length", "stop", "cut"]
+    assert notes.finished[0].output == CODEC.encode(SCRIPT)[:16]
+    assert notes.partial is False
+    assert not notes.under_way
+
+
+def test_a_broken_engine_leaves_a_partial_log() -> None:
+    notes = Notes()
+    with running(recorder=notes) as server:
+        server.engine.broken = True
+        assert server.post("/v1/completions", GOOD).status_code == 500
+    assert notes.partial is True
