@@ -162,6 +162,14 @@ def open_target(directory: str | Path, device: str = "cpu", dtype: str = "float3
     """The target in a local Hugging Face directory; InputError where it holds none that can be run."""
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device {device!r}: torch finds no GPU here, use cpu")
+    try:
+        usable = torch.device(device).type != "cuda" or torch.cuda.is_available()
+    except RuntimeError:
+        usable = False
+    if not usable:
+        raise InputError(f"device {device!r} is not here: use cpu")
     try:
         return load_target(Path(directory), device, DTYPES[dtype])
     except (ValueError, FileNotFoundError, KeyError, RuntimeError) as error:
