@@ -162,8 +162,6 @@ def open_target(directory: str | Path, device: str = "cpu", dtype: str = "float3
     """The target in a local Hugging Face directory; InputError where it holds none that can be run."""
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device {device!r}: torch finds no GPU here, use cpu")
     try:
         usable = torch.device(device).type != "cuda" or torch.cuda.is_available()
     except RuntimeError:
