@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numba
 import numpy as np
@@ -15,6 +15,8 @@ from dcut.scores import check_confidences
 from dcut.selector import Selection
 
 _MOST_BUDGETS = 512
+_NUM_BINS = 24
+_NEAR = np.exp(-0.5 * np.subtract.outer(np.arange(_NUM_BINS), np.arange(_NUM_BINS)) ** 2.0)
 _PROBE_SHARE = 0.002  # of the tokens, what looking again at an alternative may cost
 _MIN_GAIN = 0.005  # an alternative must look better by this share before it is taken up
 
@@ -26,9 +28,17 @@ _LAST = 7 * 32
 _FLOOR = 2.0**-7
 
 
+class Budgets(NamedTuple):
+    """The numbers of drafts to choose among at one batch size, what each costs, and its bin in a `_Clock`."""
+
+    drafts: np.ndarray  # int64, rising
+    seconds: np.ndarray  # drafter and target together, at the context as measured
+    bins: np.ndarray  # int64
+
+
 @lru_cache(maxsize=1024)
-def budgets_on(cost: CostTable, batch_size: int, drafts: int) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers of drafts that the hardware tells apart, int64 rising, and the target's seconds for each.
+def budgets_on(cost: CostTable, batch_size: int, drafts: int) -> Budgets:
+    """All budgets that the hardware tells apart, of 0..batch_size * drafts.
 
     On a staircase these are its edges: the most drafts that each captured graph holds. Where the time rises
     with every token, every number is one, thinned evenly to a few hundred.
@@ -38,7 +48,8 @@ def budgets_on(cost: CostTable, batch_size: int, drafts: int) -> tuple[np.ndarra
     edges = np.flatnonzero(np.append(seconds[1:] != seconds[:-1], True))
     if len(edges) > _MOST_BUDGETS:
         edges = edges[np.unique(np.linspace(0, len(edges) - 1, _MOST_BUDGETS).astype(np.int64))]
-    return edges, seconds[edges]
+    total = seconds[edges] + cost.draft_seconds(batch_size, extrapolate=True)
+    return Budgets(edges, total, (_NUM_BINS * np.sqrt(edges / (most + 1))).astype(np.int64))
 
 
 @lru_cache(maxsize=1024)
@@ -46,32 +57,83 @@ def _plain_seconds(cost: CostTable, batch_size: int) -> float:
     return cost.plain_seconds(batch_size, extrapolate=True)
 
 
-class _Outcome:
-    """What drafting has brought lately at about one batch size, against plain decoding for the same time."""
+class _Clock:
+    """By which factor steps take longer than the cost table says, by the share of drafts verified.
 
-    __slots__ = ("idle", "last_plain", "plain_tokens", "tokens")
+    A bin's factor leans on its neighbours, and where nothing near was measured on the mean of all. To learn
+    the slope where it matters, a step now and then takes a little less or more than the best budget: every
+    16 steps while that surprises, every 256 once it does not.
+    """
+
+    def __init__(self) -> None:
+        self.factor = np.ones(_NUM_BINS)
+        self.version = 0  # counts the changes of factor
+        self._steps = np.zeros(_NUM_BINS)  # measured, fading
+        self._excess = np.zeros(_NUM_BINS)  # sum of measured / believed - 1
+        self._due, self._since = 1, 0  # of the next change
+        self._patience, self._waited, self._longer = 16, 0, False  # of the next look around
+
+    def stretch(self) -> float:
+        """By which factor to change the best budget in this step, 1 most of the time."""
+        self._waited += 1
+        if self._waited < self._patience:
+            return 1.0
+        self._waited, self._longer = 0, not self._longer
+        return 1.4 if self._longer else 0.7
+
+    def add(self, at: int, measured_over_believed: float) -> None:
+        """Count one step in bin `at`; a hiccup of the machine counts as twice the time at most."""
+        ratio = min(max(measured_over_believed, 0.5), 2.0)
+        if self._waited == 0:  # that was a look around
+            surprise = abs(ratio / self.factor[at] - 1.0)
+            self._patience = min(2 * self._patience, 256) if surprise < 0.02 else 16
+        self._steps[at] += 1.0
+        self._excess[at] += ratio - 1.0
+        self._since += 1
+        if self._since < self._due:
+            return
+        self._since, self._due = 0, min(2 * self._due, 32)
+        everywhere = self._excess.sum() / (self._steps.sum() + 4.0)
+        factor = 1.0 + (_NEAR @ self._excess + 2.0 * everywhere) / (_NEAR @ self._steps + 2.0)
+        if np.abs(factor - self.factor).max() > 0.002:
+            self.factor = factor
+            self.version += 1
+        self._steps *= 0.9
+        self._excess *= 0.9
+
+
+class _Size:
+    """What was learnt at about one batch size: step times, and what drafting brings against not drafting."""
 
     def __init__(self, gain: float) -> None:
-        self.tokens, self.plain_tokens = gain, 1.0  # sums that fade; in units of one request's step
-        self.last_plain = 1.0  # plain tokens a request for the time of the last drafted step
-        self.idle = 0  # steps since then
+        self.clock = _Clock()
+        self.plain_factor = 1.0  # by which plain steps take longer than the cost table says
+        self.idle = 0  # plain steps since the last that drafted
+        self._tokens, self._plain_tokens = gain, 1.0  # a request's, fading: come, and by plain decoding
+        self._last = 1.0  # of `_plain_tokens`, the newest part
 
     @property
     def gain(self) -> float:
-        return self.tokens / self.plain_tokens
+        """Tokens that drafting has brought lately over those of plain decoding in the same time."""
+        return self._tokens / self._plain_tokens
 
     def add(self, tokens: float, plain_tokens: float, batch_size: int) -> None:
-        """Count one drafted step; what is older fades over some 32 steps, more for a small batch."""
+        """Count one drafted step by its tokens a request; older ones fade over 32 steps or more."""
         fade = math.exp(-(1 + self.idle) / (32 + 256 / batch_size))
-        self.tokens = fade * self.tokens + tokens / batch_size
-        self.plain_tokens = fade * self.plain_tokens + plain_tokens / batch_size
-        self.last_plain = plain_tokens / batch_size
-        self.idle = 0
+        self._tokens = fade * self._tokens + tokens
+        self._plain_tokens = fade * self._plain_tokens + plain_tokens
+        self._last, self.idle = plain_tokens, 0
 
-    def due(self) -> bool:
-        """Whether one more try now costs no more than `_PROBE_SHARE` of the tokens since the last."""
+    def add_plain(self, measured_over_believed: float) -> None:
+        """Count one plain step."""
+        self.plain_factor += 0.1 * (min(max(measured_over_believed, 0.5), 2.0) - self.plain_factor)
+
+    def drafts(self) -> bool:
+        """Whether to draft now: while it pays, and else for a look when that has become cheap enough."""
+        if self.gain >= (1.0 + _MIN_GAIN if self.idle else 1.0 - _MIN_GAIN):
+            return True
         self.idle += 1
-        return self.idle * _PROBE_SHARE >= max(1.0 - self.gain, _MIN_GAIN) * self.last_plain
+        return self.idle * _PROBE_SHARE >= max(1.0 - self.gain, _MIN_GAIN) * self._last
 
 
 @dataclass
@@ -82,6 +144,7 @@ class Plus(BudgetPolicy):
     - A step's worth is its tokens, bonus included, less what its seconds would bring at the rate reached
       lately. The best of each step at that price is the best rate over time (fractional programming,
       Dinkelbach 1967), which the best ratio of each single step is not.
+    - Step times start from the cost table and are corrected by those measured while serving.
     - Not drafting saves the drafter as well. It is chosen while drafting brings less than plain decoding in
       the same time; drafting is then tried again now and then, for at most 0.2 % of the tokens.
     - Where decisions lag, the budget follows the last 64 or so request-steps rather than one old step.
@@ -91,13 +154,17 @@ class Plus(BudgetPolicy):
     learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._outcomes: dict[int, _Outcome] = {}  # by size of the batch, see `_size_class`
+        self._sizes: dict[int, _Size] = {}
+        self._prices: dict[tuple[int, int], tuple[int, np.ndarray]] = {}  # corrected seconds of all budgets
         self._calibration: OnlineCalibration | None = None  # made when the number of drafts is known
-        self._recent: np.ndarray | None = None  # histograms of survival of recent steps, where decisions lag
-        self._drafted: np.ndarray | None = None  # confidences of the step under way; None: a plain one
-        self._plain_tps = 0.0  # of plain decoding, at the batch and context of that step
-        self._expected = 0.0  # tokens of that step
+        self._recent: np.ndarray | None = None  # histogram of survival of recent steps, where decisions lag
         self._came, self._promised = 512.0, 512.0  # tokens that came, and that were expected; they fade
+        # The step under way:
+        self._drafted: np.ndarray | None = None  # its confidences; None: a plain one
+        self._expected = 0.0  # its tokens
+        self._plain_s = 0.0  # time of a plain step in its place, as the cost table says; 0: no table
+        self._believed_s = 0.0  # its time, as the cost table says
+        self._bin = 0  # of the clock
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -107,11 +174,7 @@ class Plus(BudgetPolicy):
         return type(self)()
 
     def draft_length(self, batch_size: int, longest: int, cost: CostTable | None = None) -> int:
-        outcome = self._outcomes.get(_size_class(batch_size))
-        if cost is None or outcome is None:
-            return longest
-        enough = 1.0 + _MIN_GAIN if outcome.idle else 1.0 - _MIN_GAIN
-        return longest if outcome.gain >= enough or outcome.due() else 0
+        return longest if cost is None or self._size(batch_size).drafts() else 0
 
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
@@ -136,6 +199,10 @@ class Plus(BudgetPolicy):
     ) -> Selection:
         batch, drafts = confidences.shape
         keep_depth = np.zeros(batch, np.int64)
+        context_s = 0.0
+        if cost is not None:
+            context_s = cost.context_seconds(batch, context_tokens)
+            self._plain_s = _plain_seconds(cost, batch) + context_s
         if not drafts:
             self._drafted = None
             return Selection(keep_depth, batch, 0, float(batch))
@@ -144,54 +211,75 @@ class Plus(BudgetPolicy):
         calibration = self._calibration
         if calibration is None or len(calibration.tilt) != drafts:
             calibration = self._calibration = OnlineCalibration(drafts)
+            self._recent = None
         if cost is None:
-            budgets, seconds, price = np.array([confidences.size]), np.ones(1), 0.0
+            budgets, seconds, price, stretch = _everything(confidences.size), _ONE, 0.0, 1.0
         else:
-            budgets, seconds = budgets_on(cost, batch, drafts)
-            plain_s = _plain_seconds(cost, batch)
-            if context_tokens is not None:
-                plain_s += cost.context_seconds(batch, context_tokens)
-            self._plain_tps = batch / plain_s
-            outcome = self._outcomes.get(_size_class(batch))
-            price = self._plain_tps * (max(outcome.gain, 1.0) if outcome else 1.0)
-        recent = _NOTHING
-        if stale is not None:
-            if self._recent is None:
-                self._recent = np.zeros((2, _LAST + 1))
-            recent = self._recent
-            _remember(check_confidences(stale), calibration.odds, calibration.tilt, recent)
-        kept, worth = _admit(
-            confidences, calibration.odds, calibration.tilt, budgets, seconds, price, recent, keep_depth
+            budgets, size = budgets_on(cost, batch, drafts), self._size(batch)
+            version, seconds = self._prices.get((batch, drafts), (-1, budgets.seconds))
+            if version != size.clock.version:
+                seconds = budgets.seconds * size.clock.factor[budgets.bins]
+                self._prices[batch, drafts] = size.clock.version, seconds
+            price = max(size.gain, 1.0) * batch / (self._plain_s * size.plain_factor)
+            stretch = size.clock.stretch()
+        recent = _NOTHING if stale is None else self._remembered(stale, calibration)
+        chosen, worth = _admit(
+            confidences,
+            calibration.odds,
+            calibration.tilt,
+            budgets.drafts,
+            seconds,
+            price,
+            stretch,
+            recent,
+            keep_depth,
         )
-        if kept < 0:
+        if chosen < 0:
             check_confidences(confidences)
+        kept = int(budgets.drafts[chosen])
         self._drafted, self._expected = confidences, batch + worth
+        self._believed_s = float(budgets.seconds[chosen]) + context_s
+        self._bin = int(budgets.bins[chosen])
         return Selection(keep_depth, batch + kept, band(kept, batch, drafts), self._expected)
 
+    def _remembered(self, stale: np.ndarray, calibration: OnlineCalibration) -> np.ndarray:
+        """The histogram of recent survivals, with these; at first that of drafts with confidence 0.7."""
+        if self._recent is None:
+            self._recent = np.zeros((2, _LAST + 1))
+            start = np.full((16, stale.shape[1]), 0.7, np.float32)
+            _remember(start, calibration.odds, calibration.tilt, self._recent)
+        _remember(check_confidences(stale), calibration.odds, calibration.tilt, self._recent)
+        return self._recent
+
     def observe(self, keep_depth: np.ndarray, num_accepted: np.ndarray, seconds: float) -> None:
-        if self._drafted is None or not self._plain_tps:
+        if not self._plain_s:
             return
         batch = len(keep_depth)
+        size = self._size(batch)
+        if self._drafted is None:
+            size.add_plain(seconds / self._plain_s)
+            return
+        size.clock.add(self._bin, seconds / self._believed_s)
         self._came += batch + int(num_accepted.sum())
         self._promised += self._expected
-        tokens = self._expected * self._came / self._promised
+        honest = self._came / self._promised
         fade = math.exp(-batch / 8192)
         self._came, self._promised = self._came * fade, self._promised * fade
-        size = _size_class(batch)
-        outcome = self._outcomes.get(size)
-        if outcome is None:
-            outcome = self._outcomes[size] = _Outcome(self._nearest_gain(size))
-        outcome.add(tokens, self._plain_tps * seconds, batch)
+        size.add(honest * self._expected / batch, seconds / (self._plain_s * size.plain_factor), batch)
         self._learn(keep_depth, num_accepted)
 
     def _learn(self, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:
         if self._calibration is not None and self._drafted is not None:
             self._calibration.observe(self._drafted, keep_depth, num_accepted)
 
-    def _nearest_gain(self, size: int) -> float:
-        """The gain known at the most similar batch size, 1 at first."""
-        known = min(self._outcomes, key=lambda other: abs(other - size), default=None)
-        return 1.0 if known is None else self._outcomes[known].gain
+    def _size(self, batch_size: int) -> _Size:
+        """What was learnt at about this batch size, two sizes an octave; a new one gains like the nearest."""
+        at = _octave_halves(batch_size)
+        size = self._sizes.get(at)
+        if size is None:
+            nearest = min(self._sizes, key=lambda other: abs(other - at), default=None)
+            size = self._sizes[at] = _Size(1.0 if nearest is None else self._sizes[nearest].gain)
+        return size
 
 
 class OracleSurvival(Plus):
@@ -220,11 +308,16 @@ class Oracle(OracleSurvival):
 
 
 @lru_cache(maxsize=4096)
-def _size_class(batch_size: int) -> int:
-    """Batch sizes that share what they learn: two classes an octave."""
+def _octave_halves(batch_size: int) -> int:
     return round(2 * math.log2(batch_size))
 
 
+@lru_cache(maxsize=64)
+def _everything(num_drafts: int) -> Budgets:
+    return Budgets(np.array([num_drafts]), _ONE, np.zeros(1, np.int64))
+
+
+_ONE = np.ones(1)
 _NOTHING = np.zeros((2, 0))
 
 
@@ -291,10 +384,11 @@ def _admit(
     budgets: np.ndarray,
     seconds: np.ndarray,
     price: float,
+    stretch: float,
     recent: np.ndarray,
     keep_depth: np.ndarray,
 ) -> tuple[int, float]:
-    """Fill keep_depth; drafts kept and their survival, or (-1, 0) where a confidence is no probability.
+    """Fill keep_depth; which budget and its survival, or (-1, 0) where a confidence is no probability.
 
     recent: a histogram for the whole batch that settles the budget instead of the batch's own, if any.
     """
@@ -306,10 +400,15 @@ def _admit(
         return -1, 0.0
     if recent.shape[1]:
         held = recent[0].sum()
-        budget = budgets[_best(recent * (batch * drafts / held), budgets, seconds, price)]
+        chosen = _best(recent * (batch * drafts / held), budgets, seconds, price)
     else:
-        budget = budgets[_best(histogram, budgets, seconds, price)]
-    edge, left, total = 0, budget, 0.0
+        chosen = _best(histogram, budgets, seconds, price)
+    if stretch != 1.0:
+        beside = min(np.searchsorted(budgets, budgets[chosen] * stretch), len(budgets) - 1)
+        if beside == chosen:
+            beside += 1 if stretch > 1.0 else -1
+        chosen = min(max(beside, 0), len(budgets) - 1)
+    edge, left, total = 0, budgets[chosen], 0.0
     while edge < _LAST and histogram[0, edge] <= left:
         left -= int(histogram[0, edge])
         total += histogram[1, edge]
@@ -340,12 +439,15 @@ def _admit(
                 if left > 0 and keep_depth[i] == k:
                     keep_depth[i] += 1
                     left -= 1
-    return budget, total
+    return chosen, total
 
 
 @numba.njit(cache=True, nogil=True)
 def _remember(stale: np.ndarray, odds: np.ndarray, tilt: np.ndarray, recent: np.ndarray) -> None:
-    """Add a batch's survival to the fading histogram of about the last 64 request-steps."""
-    batch, drafts = stale.shape
-    recent *= np.exp(-batch / 64.0)
-    _bin(stale, odds, tilt, np.empty((batch, drafts)), np.empty((batch, drafts), np.int16), recent)
+    """Add what is known of a batch's survival to the fading histogram of about the last 64 request-steps."""
+    known = np.empty(len(stale), np.bool_)
+    for i in range(len(stale)):
+        known[i] = stale[i].min() < 1.0  # else the request was too new to have confidences
+    rows = stale[known]
+    recent *= np.exp(-len(rows) / 64.0)
+    _bin(rows, odds, tilt, np.empty(rows.shape), np.empty(rows.shape, np.int16), recent)
