@@ -1,7 +1,12 @@
 """Paged KV memory, compiled: how many blocks are free, and what the freed ones still hold, oldest first."""
 
+from typing import Any
+
 import numba
 import numpy as np
+
+Rows = Any
+"""A structured array or a row of it: a checker of types knows nothing of their fields."""
 
 NOBODY = -1
 """Owner of free blocks that hold nothing anyone could use again."""
@@ -42,7 +47,7 @@ def num_blocks_of(num_tokens: int, block_size: int) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def release(memory: np.ndarray, stretches: np.ndarray, owner: int, num_blocks: int) -> int:
+def release(memory: Rows, stretches: Rows, owner: int, num_blocks: int) -> int:
     """Put blocks at the end of the queue, whose content `owner` may ask for again; the stretch's number."""
     m = memory[0]
     if m.tail - m.head == len(stretches):  # forget what the oldest holds
@@ -60,7 +65,7 @@ def release(memory: np.ndarray, stretches: np.ndarray, owner: int, num_blocks: i
 
 
 @numba.njit(cache=True, nogil=True)
-def take(memory: np.ndarray, stretches: np.ndarray, num_blocks: int) -> None:
+def take(memory: Rows, stretches: Rows, num_blocks: int) -> None:
     """Use the blocks that were freed longest ago; of a stretch the last first, as they were freed."""
     m = memory[0]
     m.num_free -= num_blocks
@@ -75,14 +80,14 @@ def take(memory: np.ndarray, stretches: np.ndarray, num_blocks: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def surviving(memory: np.ndarray, stretches: np.ndarray, number: int, owner: int) -> int:
+def surviving(memory: Rows, stretches: Rows, number: int, owner: int) -> int:
     """Leading blocks of a stretch that still hold what `owner` left there."""
     stretch = stretches[number % len(stretches)]
     return stretch.num_blocks if number >= memory[0].head and stretch.owner == owner else 0
 
 
 @numba.njit(cache=True, nogil=True)
-def withdraw(memory: np.ndarray, stretches: np.ndarray, number: int, num_blocks: int) -> None:
+def withdraw(memory: Rows, stretches: Rows, number: int, num_blocks: int) -> None:
     """Take leading blocks of a stretch out of the queue, with what they hold."""
     stretch = stretches[number % len(stretches)]
     stretch.num_blocks -= num_blocks
@@ -91,7 +96,7 @@ def withdraw(memory: np.ndarray, stretches: np.ndarray, number: int, num_blocks:
 
 
 @numba.njit(cache=True, nogil=True)
-def is_cached(memory: np.ndarray, stretches: np.ndarray, units: np.ndarray, unit: int) -> bool:
+def is_cached(memory: Rows, stretches: Rows, units: Rows, unit: int) -> bool:
     """Whether the blocks of a unit are in memory, used or not."""
     return (
         units[unit].num_users > 0
@@ -100,7 +105,7 @@ def is_cached(memory: np.ndarray, stretches: np.ndarray, units: np.ndarray, unit
 
 
 @numba.njit(cache=True, nogil=True)
-def use_unit(memory: np.ndarray, stretches: np.ndarray, units: np.ndarray, unit: int) -> None:
+def use_unit(memory: Rows, stretches: Rows, units: Rows, unit: int) -> None:
     """Hold a unit that is cached."""
     if units[unit].num_users == 0:
         withdraw(memory, stretches, units[unit].stretch, memory[0].unit_blocks)
@@ -108,7 +113,7 @@ def use_unit(memory: np.ndarray, stretches: np.ndarray, units: np.ndarray, unit:
 
 
 @numba.njit(cache=True, nogil=True)
-def leave_unit(memory: np.ndarray, stretches: np.ndarray, units: np.ndarray, unit: int) -> None:
+def leave_unit(memory: Rows, stretches: Rows, units: Rows, unit: int) -> None:
     """Let go of a unit; its blocks become free with its last user."""
     units[unit].num_users -= 1
     if units[unit].num_users == 0:

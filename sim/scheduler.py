@@ -16,6 +16,7 @@ import numpy as np
 from dcut.errors import InputError
 from sim import kv
 from sim.arrivals import Requests
+from sim.kv import Rows
 from traces.workloads import BLOCK_TOKENS
 
 WAITING, RUNNING, PREEMPTED, DONE = range(4)
@@ -124,9 +125,14 @@ class Ledger:
         self.books["tokens"] = self.books["prompt_tokens"]
         self.books["stretch"] = -1
         self.hashes = np.zeros(0, np.int64)
-        if all(part.blocks is not None for part in parts):
-            self.hashes = np.concatenate([part.blocks for part in parts]).astype(np.int64)
-            num = np.concatenate([np.diff(part.block_starts) for part in parts])
+        found = [
+            (part.blocks, np.diff(part.block_starts))
+            for part in parts
+            if part.blocks is not None and part.block_starts is not None
+        ]
+        if found:
+            self.hashes = np.concatenate([blocks for blocks, _ in found]).astype(np.int64)
+            num = np.concatenate([num for _, num in found])
             self.books["first_unit"] = np.cumsum(num) - num
             self.books["num_units"] = (
                 self.books["prompt_tokens"] // BLOCK_TOKENS
@@ -260,16 +266,16 @@ def new_plans(depth: int, max_seqs: int) -> tuple[np.ndarray, np.ndarray]:
 
 @numba.njit(cache=True, nogil=True)
 def hold(
-    queue: np.ndarray,
-    books: np.ndarray,
-    running: np.ndarray,
-    front: np.ndarray,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
-    hashes: np.ndarray,
-    plans: np.ndarray,
-    entries: np.ndarray,
+    queue: Rows,
+    books: Rows,
+    running: Rows,
+    front: Rows,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
+    hashes: Rows,
+    plans: Rows,
+    entries: Rows,
     at: int,
     drafts: int,
 ) -> tuple[int, int, bool]:
@@ -322,17 +328,17 @@ def hold(
 
 @numba.njit(cache=True, nogil=True)
 def fill(
-    queue: np.ndarray,
-    books: np.ndarray,
-    running: np.ndarray,
-    front: np.ndarray,
-    waiting: np.ndarray,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
-    hashes: np.ndarray,
-    plans: np.ndarray,
-    entries: np.ndarray,
+    queue: Rows,
+    books: Rows,
+    running: Rows,
+    front: Rows,
+    waiting: Rows,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
+    hashes: Rows,
+    plans: Rows,
+    entries: Rows,
     at: int,
     num_rows: int,
     now_s: float,
@@ -402,16 +408,16 @@ def fill(
 
 @numba.njit(cache=True, nogil=True)
 def enter(
-    queue: np.ndarray,
-    books: np.ndarray,
-    running: np.ndarray,
-    front: np.ndarray,
-    waiting: np.ndarray,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
+    queue: Rows,
+    books: Rows,
+    running: Rows,
+    front: Rows,
+    waiting: Rows,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
     now_s: float,
-    finished: np.ndarray,
+    finished: Rows,
 ) -> int:
     """Let in, while seats and blocks last, requests with their prompts and first tokens computed."""
     q, num_finished = queue[0], 0
@@ -453,21 +459,21 @@ def enter(
 
 @numba.njit(cache=True, nogil=True)
 def settle(
-    queue: np.ndarray,
-    books: np.ndarray,
-    running: np.ndarray,
-    front: np.ndarray,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
-    hashes: np.ndarray,
-    plans: np.ndarray,
-    entries: np.ndarray,
+    queue: Rows,
+    books: Rows,
+    running: Rows,
+    front: Rows,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
+    hashes: Rows,
+    plans: Rows,
+    entries: Rows,
     at: int,
-    num_accepted: np.ndarray,
+    num_accepted: Rows,
     now_s: float,
-    gaps: np.ndarray,
-    finished: np.ndarray,
+    gaps: Rows,
+    finished: Rows,
 ) -> int:
     """End plans[at]: hand out its tokens; fill `finished`, and return how many there are.
 
@@ -492,9 +498,9 @@ def settle(
         book.tokens = min(book.tokens + accepted + 1, last)
         if np.isnan(book.first_token_s):
             book.first_token_s = now_s
-        else:
+        elif len(gaps) > 0:
             width = np.log(max(now_s - book.token_s, _GAP_S) / _GAP_S) / np.log(_GAP_RATIO)
-            gaps[min(int(width), GAP_BINS - 1)] += 1
+            gaps[min(int(width), len(gaps) - 1)] += 1
         book.token_s = now_s
         if book.tokens == last:
             book.finish_s = now_s
@@ -512,7 +518,7 @@ def settle(
 
 
 @numba.njit(cache=True, nogil=True)
-def _decodes(book: np.void) -> bool:
+def _decodes(book: Rows) -> bool:
     """Whether all but the newest token is in memory, or will be once the steps in flight are."""
     return (
         book.tokens + book.in_flight - book.computed == 1
@@ -522,12 +528,12 @@ def _decodes(book: np.void) -> bool:
 
 @numba.njit(cache=True, nogil=True)
 def _hits(
-    books: np.ndarray,
+    books: Rows,
     r: int,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
-    hashes: np.ndarray,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
+    hashes: Rows,
 ) -> tuple[int, int]:
     """Of a waiting request: leading units in memory, and blocks of its own behind them that survived."""
     book, m = books[r], memory[0]
@@ -548,14 +554,14 @@ def _hits(
 
 @numba.njit(cache=True, nogil=True)
 def _compute(
-    queue: np.ndarray,
-    books: np.ndarray,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
-    hashes: np.ndarray,
-    plan: np.void,
-    entries: np.ndarray,
+    queue: Rows,
+    books: Rows,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
+    hashes: Rows,
+    plan: Rows,
+    entries: Rows,
     r: int,
     new: int,
 ) -> int:
@@ -588,14 +594,14 @@ def _compute(
 
 @numba.njit(cache=True, nogil=True)
 def _preempt(
-    queue: np.ndarray,
-    books: np.ndarray,
-    running: np.ndarray,
-    front: np.ndarray,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
-    hashes: np.ndarray,
+    queue: Rows,
+    books: Rows,
+    running: Rows,
+    front: Rows,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
+    hashes: Rows,
 ) -> None:
     """Take the blocks of the request that runs last, and let it wait in front of all others."""
     q = queue[0]
@@ -614,12 +620,12 @@ def _preempt(
 
 @numba.njit(cache=True, nogil=True)
 def _free(
-    books: np.ndarray,
+    books: Rows,
     r: int,
-    memory: np.ndarray,
-    stretches: np.ndarray,
-    units: np.ndarray,
-    hashes: np.ndarray,
+    memory: Rows,
+    stretches: Rows,
+    units: Rows,
+    hashes: Rows,
     again: bool,
 ) -> None:
     """Free a request's blocks, the last first; again: it may come back for what they hold."""
@@ -636,7 +642,7 @@ def _free(
 
 
 @numba.njit(cache=True, nogil=True)
-def _remove(requests: np.ndarray, num: int, request: int) -> None:
+def _remove(requests: Rows, num: int, request: int) -> None:
     """Take a request out of the first `num`, the others keeping their order."""
     kept = 0
     for k in range(num):

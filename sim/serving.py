@@ -13,6 +13,7 @@ from dcut.policies import BudgetPolicy
 from dcut.selector import Selection
 from sim.arrivals import Traffic
 from sim.engine import SLOT, SPAN, STEP, Engine
+from sim.kv import Rows
 from sim.scheduler import CHUNK, DECODE, DONE, Ledger, Limits, Scheduler
 from traces.schema import Trace
 
@@ -249,19 +250,19 @@ def serve(
     progress(num_done - reported)
     for engine in engines:
         engine.flush()
-    tally = sum((engine.tally for engine in engines), np.zeros_like(engines[0].tally)).sum(axis=0)
+    kept, accepted = sum((engine.tally for engine in engines), np.zeros_like(engines[0].tally)).sum(axis=0)
     gaps = sum((engine.scheduler.gaps for engine in engines), np.zeros_like(engines[0].scheduler.gaps))
-    return Service(limits, traffic.trace.draft_length, engines[0].policy.labels, ledger, *tally, gaps)
+    return Service(limits, traffic.trace.draft_length, engines[0].policy.labels, ledger, kept, accepted, gaps)
 
 
 @numba.njit(cache=True, nogil=True)
 def _gather(
-    plans: np.ndarray,
-    entries: np.ndarray,
+    plans: Rows,
+    entries: Rows,
     at: int,
-    books: np.ndarray,
-    waiting: np.ndarray,
-    slots: np.ndarray,
+    books: Rows,
+    waiting: Rows,
+    slots: Rows,
 ) -> int:
     """Fill slots with those who decode in plans[at] and are not done by now; how many."""
     num = 0
@@ -275,17 +276,17 @@ def _gather(
 
 @numba.njit(cache=True, nogil=True)
 def _advance(
-    plans: np.ndarray,
-    entries: np.ndarray,
+    plans: Rows,
+    entries: Rows,
     at: int,
-    books: np.ndarray,
-    first_row: np.ndarray,
-    num_rows: np.ndarray,
-    waiting: np.ndarray,
-    slots: np.ndarray,
-    queue: np.ndarray,
-    memory: np.ndarray,
-    loads: np.ndarray,
+    books: Rows,
+    first_row: Rows,
+    num_rows: Rows,
+    waiting: Rows,
+    slots: Rows,
+    queue: Rows,
+    memory: Rows,
+    loads: Rows,
     step: int,
 ) -> None:
     """Write back where the requests of plans[at] are, anchors being a ring, and loads[step]."""
