@@ -22,9 +22,17 @@ class Config:
     resume: bool = False
     seed: int = 0
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str | None = None  # None: float32 on a CPU, bfloat16 elsewhere
     cpu_time: bool = False
     profile_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "max_tokens", "requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
+        if self.temperature < 0:
+            raise InputError(f"--temperature {self.temperature:g} is negative: give 0 or more")
 
 
 def main() -> None:
@@ -52,7 +60,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="carry on with an interrupted recording")
     parser.add_argument("--seed", type=int, default=default.seed, help="(%(default)s)")
     parser.add_argument("--device", default=default.device, help="cpu, cuda, cuda:1, ... (%(default)s)")
-    parser.add_argument("--dtype", default=default.dtype, help="float32, bfloat16 or float16; (%(default)s)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (float32 on a CPU, else bfloat16)")
     parser.add_argument(
         "--cpu-time", action="store_true", help="time in CPU seconds of one thread: for a shared machine"
     )

@@ -123,7 +123,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """max_batch_size: at most, and unless given, the verifier's slots. Raises InputError otherwise."""
-        self.max_batch_size = max_batch_size or verifier.num_slots
+        self.max_batch_size = verifier.num_slots if max_batch_size is None else max_batch_size
         if not 1 <= self.max_batch_size <= verifier.num_slots:
             raise InputError(f"batch size {max_batch_size} is outside 1..{verifier.num_slots}, the slots")
         if sample_drafts and not drafter.parallel:

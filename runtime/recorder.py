@@ -377,7 +377,12 @@ def record(config: Config, progress: bool = False) -> Trace:
     longest = max(len(prompt.tokens) for prompt in prompts) + config.max_tokens
     spec = config.drafter or weights.path("dflash16")
     num_slots = max(config.concurrency, PROFILED)
-    verifier, drafter = open_pair(directory, spec, num_slots, longest, config.device, config.dtype)
+    dtype = config.dtype or ("float32" if config.device == "cpu" else "bfloat16")
+    verifier, drafter = open_pair(directory, spec, num_slots, longest, config.device, dtype)
+    if longest > (most := verifier.model.config.max_position_embeddings):
+        raise InputError(
+            f"the longest prompt and {config.max_tokens} tokens more are {longest}, the target takes {most}"
+        )
     alone = open_drafter(spec, verifier.model, SLOTS + 1, longest + drafter.draft_length)
     dense = DensePass(verifier.model, alone, longest, config.temperature, config.seed)
     meta = describe(verifier, drafter, directory, Path(spec).name) | {

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -290,6 +291,27 @@ def test_prompts_that_are_none_are_named(config: Config, line: str, reason: str)
 def test_missing_models_are_named(config: Config, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
         record(Config(config.out, target=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"concurrency": 0}, "--concurrency 0: give at least 1"),
+        ({"requests": 0}, "--requests 0"),
+        ({"max_tokens": 0}, "--max-tokens 0"),
+        ({"temperature": -0.5}, "--temperature -0.5 is negative"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not here"),
+        ({"device": "abacus"}, "device 'abacus' is not here"),
+        ({"dtype": "float8"}, "use one of float32"),
+        ({"max_tokens": 3000}, "tokens more are 3006, the target takes 2048"),
+        ({"drafter": "nowhere"}, "drafter nowhere"),
+    ],
+)
+def test_what_cannot_be_recorded_is_said_in_one_line(
+    config: Config, change: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InputError, match=reason):
+        record(replace(config, **change))
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
