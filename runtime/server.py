@@ -37,7 +37,6 @@ CONTEXT = 2048  # tokens of a prompt and its output at most, unless asked for mo
 PROFILED_CONTEXT = 256  # tokens of the contexts that steps are measured with
 RECORDED_AT_ONCE = 1024  # requests that wait for their dense pass while the engine is never idle
 GRACE_S = 300  # for running requests to end after SIGTERM
-T = TypeVar("T")
 
 
 # ---- requests -------------------------------------------------------------------------------------------
@@ -305,7 +304,7 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
     without one the policy cannot be changed from outside.
     """
 
-    def authorize(request: Request) -> None:
+    async def authorize(request: Request) -> None:
         shown = request.headers.get("Authorization", "").encode("latin-1")  # the header's bytes
         if api_key is not None and not secrets.compare_digest(shown, f"Bearer {api_key}".encode()):
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
@@ -338,15 +337,14 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
         return await whole_unless_gone(request, generation)
 
     api = APIRouter(prefix="/v1", dependencies=[Depends(authorize)])
-
     card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "dcut"}
 
     @api.get("/models")
-    def models() -> dict[str, Any]:
+    async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card]}
 
     @api.get("/models/{name}")
-    def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> dict[str, Any]:
         check_model(name)
         return card
 
@@ -364,7 +362,7 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
         return await answer(request, body, prompt, body.limit)
 
     @api.get("/policy")
-    def policy() -> dict[str, str]:
+    async def policy() -> dict[str, str]:
         return {"policy": service.policy}
 
     @api.post("/policy")
@@ -379,32 +377,32 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
     app.include_router(api)
 
     @app.get("/health")
-    def health() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         service.check_ready()
         return {"status": "ready"}
 
     @app.get("/metrics")
-    def metrics() -> Response:
+    async def metrics() -> Response:
         return Response(service.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(ApiError)
-    def api_error(request: Request, error: ApiError) -> Response:
+    async def api_error(request: Request, error: ApiError) -> Response:
         return error.response
 
     @app.exception_handler(InputError)
-    def input_error(request: Request, error: InputError) -> Response:
+    async def input_error(request: Request, error: InputError) -> Response:
         return ApiError(400, str(error)).response
 
     @app.exception_handler(Refused)
-    def refused(request: Request, error: Refused) -> Response:
+    async def refused(request: Request, error: Refused) -> Response:
         return ApiError(503, str(error), retry=True).response
 
     @app.exception_handler(HTTPException)
-    def http_error(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response
 
     @app.exception_handler(Exception)
-    def unexpected(request: Request, error: Exception) -> Response:
+    async def unexpected(request: Request, error: Exception) -> Response:
         return ApiError(500, "the server failed to answer; see its log").response
 
     return app
