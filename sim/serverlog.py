@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import numba
 import numpy as np
 from scipy.optimize import least_squares, minimize
@@ -109,14 +110,17 @@ def read_log(path: str | Path) -> ServerLog:
     start = arrival[0] + offset
     limits, replicas, lockstep, graph_sizes = _read_server(path / "meta.json", meta)
     log = ServerLog(
-        arrival + offset - start,
-        columns["input_toks"].astype(np.int64),
-        columns["output_toks"].astype(np.int64),
-        *(columns[name] - start for name in COLUMNS[3:]),
-        limits,
-        replicas,
-        lockstep,
-        graph_sizes,
+        arrival_s=arrival + offset - start,
+        prompt_tokens=columns["input_toks"].astype(np.int64),
+        output_tokens=columns["output_toks"].astype(np.int64),
+        queued_s=queued - start,
+        scheduled_s=columns["scheduled_ts"] - start,
+        first_token_s=columns["first_token_ts"] - start,
+        last_token_s=columns["last_token_ts"] - start,
+        limits=limits,
+        replicas=replicas,
+        lockstep=lockstep,
+        graph_sizes=graph_sizes,
     )
     needed = kv.num_blocks_of(int((log.prompt_tokens + log.output_tokens).max()), limits.block_size)
     if needed > limits.usable_blocks:
@@ -293,14 +297,21 @@ def _simulate(
     memories = [kv.new_memory(limits.usable_blocks, limits.block_size) for _ in range(log.replicas)]
     seats = limits.max_num_seqs, limits.max_num_batched_tokens
     queues = [new_queues(num, *seats, limits.reserve_prompt, limits.prefix_caching) for _ in memories]
+    queue, running, front, waiting = (np.stack(each) for each in zip(*queues, strict=True))
     plans = [new_plans(limits.depth, limits.max_num_seqs) for _ in memories]
+    plan, entries = (np.stack(each) for each in zip(*plans, strict=True))
     seconds = _row_seconds(parameters, _padded(log, np.arange(limits.max_num_batched_tokens + 1.0)))
     _, prompt, context, pair, *_, launch = np.exp(parameters)
     queued, steps = _run(
         books,
-        *(np.stack(arrays) for arrays in zip(*queues, strict=True)),
-        *(np.stack(arrays) for arrays in list(zip(*memories, strict=True))[:2]),
-        *(np.stack(arrays) for arrays in zip(*plans, strict=True)),
+        queue,
+        running,
+        front,
+        waiting,
+        np.stack([memory for memory, _, _ in memories]),
+        np.stack([stretches for _, stretches, _ in memories]),
+        plan,
+        entries,
         log.lockstep,
         seconds,
         (prompt, context, pair, launch),
@@ -757,3 +768,64 @@ def failures(table: dict[str, dict[str, float]]) -> list[str]:
     if not table["e2e"]["per request"] <= WITHIN_A_REQUEST:
         found.append(f"e2e per request {table['e2e']['per request']:.1%} (within {WITHIN_A_REQUEST:.0%})")
     return found
+
+
+# ---- what people read -----------------------------------------------------------------------------------
+
+
+def table(log: ServerLog, worlds: list[World], forecast: Forecast) -> str:
+    """The fit and the errors of all requests, and of those that lent nothing to the fit, as lines of text."""
+    fitted, limits = np.exp(worlds[0].parameters), worlds[0].limits
+    blocks = "no limit seen" if limits.kv_blocks is None else f"{limits.kv_blocks} blocks"
+    if log.limits.kv_blocks is None and limits.kv_blocks is not None:
+        blocks += " (fitted: the log does not say)"
+    shared = np.mean([world.shared.sum() for world in worlds]) * limits.block_size / log.prompt_tokens.sum()
+    lines = [
+        f"a step: {fitted[0] * 1e3:.2f} ms + {fitted[7] * 1e6:.1f} us a row (beyond {KNOTS[-1]:.0f}) + "
+        f"{fitted[2] * 1e9:.0f} ns a context token; with prompts {fitted[1] * 1e3:.2f} ms more",
+        f"memory: {blocks}; taken from the prefix cache: {shared:.1%} of the prompt tokens; "
+        f"{'asynchronous' if limits.asynchronous else 'synchronous'} scheduling",
+        "",
+        f"{'':<32}" + "".join(f"{name:>10}" for name in (*STATISTICS, "request")),
+    ]
+    for title, part in (("all requests", slice(None)), ("second half", slice(log.half, None))):
+        for name, row in errors(log, forecast, part).items():
+            cells = "".join(f"{row[key]:>+10.2%}" for key in STATISTICS)
+            lines.append(f"{title:<14}{name:<18}{cells}{row['per request']:>10.2%}")
+    true = measures(log, log.first_token_s, log.last_token_s)
+    for name in MEASURES:
+        x = true[name][~np.isnan(true[name])]
+        seconds = (x.mean(), *np.percentile(x, (50, 90, 99)))
+        lines.append(f"{'measured, s':<14}{name:<18}" + "".join(f"{value:>10.4g}" for value in seconds))
+    return "\n".join(
+        [*lines, "", "request: mean absolute error of a request; the others: error of the statistic"]
+    )
+
+
+def plot(log: ServerLog, forecast: Forecast, path: str | Path) -> None:
+    """Write predicted against measured times of every request as .html, .svg or .png."""
+    true = measures(log, log.first_token_s, log.last_token_s)
+    found = measures(log, forecast.first_token_s, forecast.last_token_s)
+    halves = np.where(np.arange(len(log.arrival_s)) < log.half, "first (fitted)", "second")
+    panels = []
+    for name, title in zip(MEASURES, ("first token", "a token after it", "end to end"), strict=True):
+        known = ~np.isnan(true[name])
+        rows = [
+            {"measured": float(a), "predicted": float(b), "half": str(half)}
+            for a, b, half in zip(true[name][known], found[name][known], halves[known], strict=True)
+        ]
+        ends = [f(row[key] for row in rows for key in ("measured", "predicted")) for f in (min, max)]
+        scale = alt.Scale(type="log", nice=False, padding=12)
+        x = alt.X("measured:Q", scale=scale, title=f"measured {title}, s")
+        y = alt.Y("predicted:Q", scale=scale, title="predicted, s")
+        line = alt.Chart(alt.Data(values=[{"measured": end, "predicted": end} for end in ends]))
+        points = alt.Chart(alt.Data(values=rows)).mark_point(size=18).encode(x=x, y=y, color="half:N")
+        panels.append(
+            (line.mark_line(color="#999", strokeDash=[4, 4]).encode(x=x, y=y) + points).properties(
+                width=280, height=280
+            )
+        )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    chart = alt.hconcat(*panels).properties(title="Predicted and measured times of every request")
+    chart.save(str(path), inline=True) if path.suffix == ".html" else chart.save(str(path))

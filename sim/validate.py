@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dcut.cost import CostTable
 from dcut.errors import InputError, guard
 from dcut.policies import parse_policy
-from sim import results
+from sim import results, serverlog
 from sim.engine import STEADY, Engine
 from traces.schema import Trace
 from traces.store import open_trace, read_directory
@@ -170,17 +170,54 @@ def plot(found: Sequence[Comparison], path: str | Path) -> None:
     chart.save(str(path), inline=True) if path.suffix == ".html" else chart.save(str(path))
 
 
+def validate_log(path: str, plot_path: str, cost_path: str | None = None) -> int:
+    """Fit a server's log, print and plot how its requests are predicted; 0 where all is met, else 1.
+
+    Raises InputError as `serverlog.read_log` does.
+    """
+    log = serverlog.read_log(path)
+    print(f"{path}: {len(log.arrival_s)} requests, the first {log.half} to calibrate on", flush=True)
+    worlds = serverlog.fit(log)
+    forecast = serverlog.predict(log, worlds)
+    print(serverlog.table(log, worlds, forecast))
+    serverlog.plot(log, forecast, plot_path)
+    print(f"plotted in {plot_path}")
+    if cost_path is not None:
+        serverlog.cost_table(log, worlds[0].parameters).save(cost_path)
+        print(f"cost table in {cost_path}")
+    missed = serverlog.failures(serverlog.errors(log, forecast))
+    print("FAIL: " + "; ".join(missed) if missed else "PASS")
+    return 1 if missed else 0
+
+
 def main() -> None:
-    """Parse the command line, compare, print and plot."""
+    """Parse the command line, compare, print and plot; exit code 1 where a server's log is not met."""
     parser = argparse.ArgumentParser(
-        prog="python -m sim.validate", description="Compare live runs with replays of the same runs."
+        prog="python -m sim.validate",
+        description="Compare live runs with replays of the same runs, or a server's log with a prediction.",
     )
-    parser.add_argument("--trace", required=True, help="built-in name or directory of the recording")
-    parser.add_argument("--live", required=True, metavar="DIR", help="a live run, or a folder of some")
+    parser.add_argument("--trace", help="built-in name or directory of the recording")
+    parser.add_argument("--live", metavar="DIR", help="a live run, or a folder of some")
+    parser.add_argument(
+        "--server-log",
+        metavar="DIR",
+        help="a vLLM server's meta.json and requests.jsonl: fit to the first half, predict all requests",
+    )
+    parser.add_argument(
+        "--cost-out", metavar="FILE", help="with --server-log, write the fitted cost table (.json)"
+    )
     parser.add_argument(
         "--plot", metavar="FILE", default="out/validate.html", help=".html, .svg or .png (%(default)s)"
     )
     args = parser.parse_args()
+    if args.server_log is not None:
+        if args.trace is not None or args.live is not None:
+            raise InputError("--server-log stands alone: leave out --trace and --live")
+        sys.exit(validate_log(args.server_log, args.plot, args.cost_out))
+    if args.cost_out is not None:
+        raise InputError("--cost-out writes what --server-log fits: name a server's log")
+    if args.trace is None or args.live is None:
+        raise InputError("give --trace and --live DIR, or --server-log DIR")
     trace = open_trace(args.trace)
     bar = tqdm(read_live(args.live), unit=" runs", leave=False, disable=None)
     found = [compare(trace, live) for live in bar]
