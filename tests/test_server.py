@@ -1,10 +1,12 @@
 """The OpenAI-compatible server around an engine that speaks from a script."""
 
+import asyncio
 import itertools
 import json
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from bench.serve import load, report
 from dcut.cost import CostTable, Sample
 from dcut.policies import BudgetPolicy, DCut, Off
 from dcut.selector import Selection
@@ -563,6 +566,21 @@ def test_clients_that_go_away_free_their_places(stream: bool) -> None:
                 assert b"200 OK" in reply.readline()
         until(lambda: server.service.num_requests == 0 == len(engine.requests))
         assert server.metric('dcut_requests_total{end="cancelled"}') >= 8
+
+
+@pytest.mark.parametrize("abandon", [0.0, 0.5])
+def test_sixty_four_streams_at_once_meet_no_error_and_leave_no_place_taken(
+    abandon: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = Namespace(requests=200, concurrency=64, max_tokens=30, temperature=0.0, seed=0, abandon=abandon)
+    with running(ScriptedEngine(max_batch_size=16)) as server:
+        outcomes, taken_s, metrics = asyncio.run(load(server.url, None, ["hello", "x"], wanted))
+        assert report("scripted", outcomes, taken_s, metrics)
+        assert not server.engine.requests
+    whole = [outcome for outcome in outcomes if not outcome.abandoned]
+    assert all(outcome.num_tokens == 30 for outcome in whole)
+    assert len(whole) == 200 if not abandon else 60 < len(whole) < 140
+    assert f"{len(whole)} of 200 requests answered" in capsys.readouterr().out
 
 
 def test_a_server_told_to_end_finishes_what_runs() -> None:
