@@ -9,10 +9,10 @@ A position after the first rejection, or deeper than was verified, is unobserved
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 
 from dcut.errors import InputError
+from dcut.jit import compiled
 from dcut.scores import check_confidences
 
 FORMAT = 1
@@ -25,7 +25,7 @@ _HALF = 0x3F000000 >> 18  # top bits of 0.5 as float32
 NUM_CELLS = 2 * _CELLS
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def cell(confidence: np.float32) -> int:
     """The look-up cell of a confidence in [0, 1], 0..NUM_CELLS - 1, rising with it."""
     if confidence < np.float32(0.5):
@@ -33,7 +33,7 @@ def cell(confidence: np.float32) -> int:
     return NUM_CELLS - 1 - _near(np.float32(1.0) - confidence)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@compiled(inline="always")
 def _near(x: np.float32) -> int:
     """The cell of x in [0, 0.5], counted from 0 for everything below 2**-25."""
     return min(max(int(np.float32(x).view(np.int32) >> 18) - (_HALF - _CELLS), 0), _CELLS - 1)
@@ -92,7 +92,7 @@ class OnlineCalibration:
             self.tilt = np.exp(-self.bias - self.offset)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _probabilities(confidences: np.ndarray, odds: np.ndarray, tilt: np.ndarray) -> np.ndarray:
     values = np.empty(confidences.shape)
     for i in range(confidences.shape[0]):
@@ -101,7 +101,7 @@ def _probabilities(confidences: np.ndarray, odds: np.ndarray, tilt: np.ndarray) 
     return values
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _accumulate(
     confidences: np.ndarray,
     keep_depth: np.ndarray,
@@ -132,7 +132,7 @@ def _accumulate(
 _TRUST = np.array([32.0, 4.0, 8.0])  # curvature of the prior: slope around 1, bias and offsets around 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _refit(
     slope: float,
     bias: float,
@@ -301,7 +301,7 @@ def _rising(x: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return middle[keep], np.maximum.accumulate(share)[keep]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _pool(x: np.ndarray, label: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
     """Pool adjacent violators: mean x and share of each block, drawn to `mean` by one label."""
     size, sum_x, sum_label = np.empty(len(x)), np.empty(len(x)), np.empty(len(x))

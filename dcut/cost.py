@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from dcut.errors import InputError
+from dcut.jit import compiled
 
 FORMAT = 1
 
@@ -339,7 +339,7 @@ def _grid(rows: dict[int | None, dict[int, float]]) -> dict[str, np.ndarray | No
     }
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _verify_curve(
     batch_size: float,
     values: np.ndarray,
@@ -359,7 +359,7 @@ def _verify_curve(
     return 0, 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _verify_seconds(
     batch_size: float,
     tokens: float,
@@ -396,7 +396,7 @@ def _verify_seconds(
     return max(code_low, code_high), at_low + (at_high - at_low) * (batch_size - low) / (high - low)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _row_seconds(
     tokens: float, knots: np.ndarray, times: np.ndarray, max_graph_tokens: float, extrapolate: bool
 ) -> tuple[int, float]:

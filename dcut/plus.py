@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-import numba
 import numpy as np
 
 from dcut.calibration import OnlineCalibration, cell
 from dcut.cost import CostTable
+from dcut.jit import compiled
 from dcut.protocol import BANDS, BudgetPolicy, Sees, band
 from dcut.scores import check_confidences
 from dcut.selector import Selection
@@ -321,7 +321,7 @@ _ONE = np.ones(1)
 _NOTHING = np.zeros((2, 0))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _bin(
     confidences: np.ndarray,
     odds: np.ndarray,
@@ -358,7 +358,7 @@ def _bin(
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _best(histogram: np.ndarray, budgets: np.ndarray, seconds: np.ndarray, price: float) -> int:
     """The budget with the largest sum of its best survivals less price * seconds; the first of equals."""
     best, most = 0, -np.inf
@@ -376,7 +376,7 @@ def _best(histogram: np.ndarray, budgets: np.ndarray, seconds: np.ndarray, price
     return best
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _admit(
     confidences: np.ndarray,
     odds: np.ndarray,
@@ -442,7 +442,7 @@ def _admit(
     return chosen, total
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _remember(stale: np.ndarray, odds: np.ndarray, tilt: np.ndarray, recent: np.ndarray) -> None:
     """Add what is known of a batch's survival to the fading histogram of about the last 64 request-steps."""
     known = np.empty(len(stale), np.bool_)

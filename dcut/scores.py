@@ -1,9 +1,9 @@
 """Draft confidences turned into survival probabilities, the value of keeping each draft."""
 
-import numba
 import numpy as np
 
 from dcut.errors import InputError
+from dcut.jit import compiled
 
 
 def check_confidences(confidences: np.ndarray) -> np.ndarray:
@@ -45,7 +45,7 @@ def expected_accepted(confidences: np.ndarray, depth: int) -> float:
     return total
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _survival_sum(confidences: np.ndarray, depth: int) -> float:
     """The sum of the first `depth` survivals of every row; NaN where a confidence is no probability."""
     total, outside = 0.0, 0

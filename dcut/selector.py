@@ -3,10 +3,10 @@
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from dcut.errors import InputError
+from dcut.jit import compiled
 from dcut.scores import check_confidences
 
 # Survival is non-negative, so its bits as an integer order like its value. The top 17 bits, counted down
@@ -77,7 +77,7 @@ def _explain(confidences: np.ndarray, budgets: np.ndarray, seconds: np.ndarray) 
     raise AssertionError("the selector refused an input that is valid")
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _select(
     confidences: np.ndarray, budgets: np.ndarray, seconds: np.ndarray, bonus: float, keep_depth: np.ndarray
 ) -> tuple[int, float]:
@@ -138,7 +138,7 @@ def _select(
     return best, best_sum
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _ranked(
     survival: np.ndarray, bins: np.ndarray, edge: int, num: int, size: int
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dcut.jit import compiled
 from runtime.models import Attend, ModelConfig
 
 
@@ -114,7 +114,7 @@ def _packed(x: Tensor) -> np.ndarray:
     return x.contiguous().view(-1, *x.shape[-2:]).numpy()
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _store(
     k: np.ndarray,
     v: np.ndarray,
@@ -130,7 +130,7 @@ def _store(
             values[slots[r], g, positions[r]] = v[r, g]
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz", "arcp"})
+@compiled(fastmath={"contract", "reassoc", "nsz", "arcp"})
 def _look_back(
     q: np.ndarray,
     keys: np.ndarray,

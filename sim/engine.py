@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import simpy
 
 from dcut.cost import CostTable
 from dcut.errors import InputError
+from dcut.jit import compiled
 from dcut.policies import BudgetPolicy
 from dcut.selector import Selection
 from traces.schema import Anchors, Trace
@@ -300,7 +300,7 @@ class Engine:
         self.num_decisions += batch if self.record_decisions else 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _count_steps(
     first_row: np.ndarray, output_tokens: np.ndarray, num_accepted: np.ndarray, steps: np.ndarray
 ) -> None:
@@ -313,7 +313,7 @@ def _count_steps(
                 steps[k] += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _admit(
     slots: np.ndarray, waiting: np.ndarray, num_admitted: int, spans: np.ndarray, now_s: float
 ) -> tuple[int, int]:
@@ -330,7 +330,7 @@ def _admit(
     return num_active, num_admitted
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _draft(slots: np.ndarray, recorded: np.ndarray, confidences: np.ndarray) -> int:
     """Fill confidences [batch, width] from the slots' anchors; return the total length of their contexts."""
     batch, width = confidences.shape
@@ -348,7 +348,7 @@ def _draft(slots: np.ndarray, recorded: np.ndarray, confidences: np.ndarray) -> 
     return context_tokens
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _emit(
     slots: np.ndarray,
     keep_depth: np.ndarray,

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import numba
 import numpy as np
+
+from dcut.jit import compiled
 
 Rows = Any
 """A structured array or a row of it: a checker of types knows nothing of their fields."""
@@ -40,13 +41,13 @@ def new_memory(
     return memory, stretches, units
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def num_blocks_of(num_tokens: int, block_size: int) -> int:
     """Blocks that so many tokens need."""
     return (num_tokens + block_size - 1) // block_size
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def release(memory: Rows, stretches: Rows, owner: int, num_blocks: int) -> int:
     """Put blocks at the end of the queue, whose content `owner` may ask for again; the stretch's number."""
     m = memory[0]
@@ -64,7 +65,7 @@ def release(memory: Rows, stretches: Rows, owner: int, num_blocks: int) -> int:
     return m.tail - 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def take(memory: Rows, stretches: Rows, num_blocks: int) -> None:
     """Use the blocks that were freed longest ago; of a stretch the last first, as they were freed."""
     m = memory[0]
@@ -79,14 +80,14 @@ def take(memory: Rows, stretches: Rows, num_blocks: int) -> None:
         m.head += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def surviving(memory: Rows, stretches: Rows, number: int, owner: int) -> int:
     """Leading blocks of a stretch that still hold what `owner` left there."""
     stretch = stretches[number % len(stretches)]
     return stretch.num_blocks if number >= memory[0].head and stretch.owner == owner else 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def withdraw(memory: Rows, stretches: Rows, number: int, num_blocks: int) -> None:
     """Take leading blocks of a stretch out of the queue, with what they hold."""
     stretch = stretches[number % len(stretches)]
@@ -95,7 +96,7 @@ def withdraw(memory: Rows, stretches: Rows, number: int, num_blocks: int) -> Non
     memory[0].num_free -= num_blocks
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def is_cached(memory: Rows, stretches: Rows, units: Rows, unit: int) -> bool:
     """Whether the blocks of a unit are in memory, used or not."""
     return (
@@ -104,7 +105,7 @@ def is_cached(memory: Rows, stretches: Rows, units: Rows, unit: int) -> bool:
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def use_unit(memory: Rows, stretches: Rows, units: Rows, unit: int) -> None:
     """Hold a unit that is cached."""
     if units[unit].num_users == 0:
@@ -112,7 +113,7 @@ def use_unit(memory: Rows, stretches: Rows, units: Rows, unit: int) -> None:
     units[unit].num_users += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def leave_unit(memory: Rows, stretches: Rows, units: Rows, unit: int) -> None:
     """Let go of a unit; its blocks become free with its last user."""
     units[unit].num_users -= 1

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from dcut.errors import InputError
+from dcut.jit import compiled
 from sim import kv
 from sim.arrivals import Requests
 from sim.kv import Rows
@@ -264,7 +264,7 @@ def new_plans(depth: int, max_seqs: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros(depth, _PLAN), np.zeros((depth, max_seqs), _ENTRY)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def hold(
     queue: Rows,
     books: Rows,
@@ -326,7 +326,7 @@ def hold(
     return plan.num, plan.rows, in_work or i < q.num_running or q.num_front > 0 or q.head < q.tail
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def fill(
     queue: Rows,
     books: Rows,
@@ -406,7 +406,7 @@ def fill(
     return q.num_running, plan.num, plan.prefill_tokens, plan.prefill_pairs
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def enter(
     queue: Rows,
     books: Rows,
@@ -457,7 +457,7 @@ def enter(
     return num_finished
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def settle(
     queue: Rows,
     books: Rows,
@@ -517,7 +517,7 @@ def settle(
     return num_finished
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _decodes(book: Rows) -> bool:
     """Whether all but the newest token is in memory, or will be once the steps in flight are."""
     return (
@@ -526,7 +526,7 @@ def _decodes(book: Rows) -> bool:
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _hits(
     books: Rows,
     r: int,
@@ -552,7 +552,7 @@ def _hits(
     return held, max(0, min(own, book.left_tokens // m.block_size - shared, most - shared))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _compute(
     queue: Rows,
     books: Rows,
@@ -592,7 +592,7 @@ def _compute(
     return new
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _preempt(
     queue: Rows,
     books: Rows,
@@ -618,7 +618,7 @@ def _preempt(
     q.num_front += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _free(
     books: Rows,
     r: int,
@@ -641,7 +641,7 @@ def _free(
     book.units = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _remove(requests: Rows, num: int, request: int) -> None:
     """Take a request out of the first `num`, the others keeping their order."""
     kept = 0

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import altair as alt
-import numba
 import numpy as np
 from scipy.optimize import least_squares, minimize
 
 from dcut.cost import CostTable, Sample
 from dcut.errors import InputError
+from dcut.jit import compiled
 from sim import kv
 from sim.scheduler import BOOK, DECODE, DONE, Limits, fill, hold, new_plans, new_queues, settle
 
@@ -322,7 +322,7 @@ def _simulate(
     return np.stack([queued, *(books[name] for name in ("scheduled_s", "first_token_s", "finish_s"))]), steps
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _run(
     books: kv.Rows,
     queues: kv.Rows,

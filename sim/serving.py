@@ -4,11 +4,11 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
 
-import numba
 import numpy as np
 import simpy
 
 from dcut.cost import CostTable
+from dcut.jit import compiled
 from dcut.policies import BudgetPolicy
 from dcut.selector import Selection
 from sim.arrivals import Traffic
@@ -255,7 +255,7 @@ def serve(
     return Service(limits, traffic.trace.draft_length, engines[0].policy.labels, ledger, kept, accepted, gaps)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _gather(
     plans: Rows,
     entries: Rows,
@@ -274,7 +274,7 @@ def _gather(
     return num
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _advance(
     plans: Rows,
     entries: Rows,
