@@ -209,6 +209,7 @@ class Recorder(Log):
         """
         super().__init__()
         self.out, self.dense, self.meta, self.cost, self.every = Path(out), dense, meta, cost, every
+        self.ahead: list[pl.DataFrame] = []  # anchors of the first of `finished`
         self.kept = {
             "requests": pl.DataFrame(schema=REQUESTS),
             "anchors": pl.DataFrame(schema=anchors_schema(dense.drafter.draft_length, dense.temperature > 0)),
@@ -228,11 +229,22 @@ class Recorder(Log):
         if len(self.finished) >= self.every:
             self.flush()
 
+    @property
+    def backlog(self) -> int:
+        """Finished requests whose dense pass is still to run."""
+        return len(self.finished) - len(self.ahead)
+
+    def advance(self, num_texts: int = 1) -> None:
+        """Run the dense pass over the next texts of the backlog, ahead of the `flush` that writes them."""
+        start = len(self.ahead)
+        self.ahead += self.dense.anchors(self.finished[start : start + num_texts])
+
     def flush(self) -> None:
         """Run the dense pass over what has finished and bring the trace on disk up to date."""
         if not self.finished:
             return
-        fresh = self.tables() | {"anchors": pl.concat(self.dense.anchors(self.finished))}
+        self.advance(self.backlog)
+        fresh, self.ahead = self.tables() | {"anchors": pl.concat(self.ahead)}, []
         self.clear()
         self.kept = {name: pl.concat((table, fresh[name])) for name, table in self.kept.items()}
         self._write(partial=True)
