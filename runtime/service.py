@@ -87,7 +87,7 @@ class Ticket:
 
 
 Command = Callable[[Engine], None]
-IDLE_RECORDS = 32  # requests whose dense pass is due when the engine is idle
+MOST_BACKLOG = 16  # served requests that wait for their dense pass until the engine is idle
 State = Literal["starting", "ready", "closing", "closed"]
 
 
@@ -222,13 +222,10 @@ class Service:
     def _serve(self, engine: Engine) -> None:
         drift, warned = None if engine.cost is None else Drift(engine.cost), False
         while engine.busy or self.state == "ready":
-            if (
-                self._recorder is not None
-                and not engine.busy
-                and len(self._recorder.finished) >= IDLE_RECORDS
-            ):
-                self._recorder.flush()
-            for command in self._commands(wait=not engine.busy):
+            backlog = 0 if self._recorder is None else self._recorder.backlog
+            if self._recorder is not None and backlog > (MOST_BACKLOG if engine.busy else 0):
+                self._recorder.advance()
+            for command in self._commands(wait=not (engine.busy or backlog)):
                 command(engine)
             step = engine.step()
             if step is None:
