@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -16,6 +16,7 @@ from dcut.policies import Off, parse_policies
 from sim import results
 from sim.arrivals import request_order
 from sim.engine import Engine
+from sim.regret import Regrets, regret_table
 from traces.schema import Trace
 from traces.store import open_trace
 
@@ -32,6 +33,7 @@ class Config:
     requests: int | None = None  # None: default_requests
     decisions: bool = False
     out: str | None = None
+    regret: bool = False
 
 
 def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
@@ -71,6 +73,7 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
                 ) as bar:
                     runs[name] = engine.run(bar.update)
             off_tps = results.figures(runs["off"])["throughput_tps"]
+            regrets = Regrets(trace, cost, batch_size, order) if config.regret else None
             for name in policies:
                 figures = results.figures(runs[name])
                 speed = {
@@ -78,6 +81,8 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
                     "sim_steps_per_s": runs[name].steps_per_s,
                 }
                 rows.append({"policy": name, "batch_size": batch_size, **figures, **speed})
+                if regrets is not None:
+                    rows[-1]["regret"] = asdict(regrets.split(policies[name], runs[name]))
                 if directory is not None:
                     tables.append(results.tables(runs[name], trace))
         if directory is not None:
@@ -159,6 +164,9 @@ def main() -> None:
     parser.add_argument("--seed", default=str(default.seed), metavar="N", help="(%(default)s)")
     parser.add_argument("--requests", metavar="N", help="requests to serve (enough for about 1 %% noise)")
     parser.add_argument("--decisions", action="store_true", help="with --out, keep every request's decisions")
+    parser.add_argument(
+        "--regret", action="store_true", help="split what each policy loses to an oracle by its causes"
+    )
     parser.add_argument("--out", metavar="DIR", help="write runs, steps and requests there")
     parser.add_argument("--json", action="store_true", help="one JSON list on stdout and nothing else")
     args = parser.parse_args()
@@ -173,12 +181,15 @@ def main() -> None:
         requests=None if args.requests is None else whole_number("--requests", args.requests, 1),
         decisions=args.decisions,
         out=args.out,
+        regret=args.regret,
     )
     rows = replay(config, progress=not args.json)
     if args.json:
         print(json.dumps(rows, indent=1))
         return
     print(_table(rows))
+    if config.regret:
+        print("\n" + regret_table(rows))
     if config.out is not None:
         print(f"results in {config.out}")
 
