@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -13,10 +13,12 @@ from tqdm import tqdm
 from dcut.cost import CostTable
 from dcut.errors import InputError, guard
 from dcut.policies import Off, parse_policies
-from sim import results
+from sim import arrivals, load, results
 from sim.arrivals import request_order
 from sim.engine import Engine
+from sim.latencies import Slo
 from sim.regret import Regrets, regret_table
+from sim.scheduler import Limits
 from traces.schema import Trace
 from traces.store import open_trace
 
@@ -32,6 +34,7 @@ class Config:
     seed: int = 0
     requests: int | None = None  # None: default_requests
     decisions: bool = False
+    decision_lag: int = 0
     out: str | None = None
     regret: bool = False
 
@@ -63,7 +66,7 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
             order = request_order(trace, num_requests, config.seed)
             runs = {}
             for name, policy in (policies | {"off": Off()}).items():
-                engine = Engine(trace, policy, cost, batch_size, order, config.decisions)
+                engine = Engine(trace, policy, cost, batch_size, order, config.decisions, config.decision_lag)
                 with tqdm(
                     total=num_requests,
                     desc=f"{name} at batch {batch_size}",
@@ -73,7 +76,7 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
                 ) as bar:
                     runs[name] = engine.run(bar.update)
             off_tps = results.figures(runs["off"])["throughput_tps"]
-            regrets = Regrets(trace, cost, batch_size, order) if config.regret else None
+            regrets = Regrets(trace, cost, batch_size, order, config.decision_lag) if config.regret else None
             for name in policies:
                 figures = results.figures(runs[name])
                 speed = {
@@ -149,7 +152,9 @@ def main() -> None:
     """Parse the command line, replay, print."""
     default = Config()
     parser = argparse.ArgumentParser(
-        prog="python -m sim.replay", description="Replay a trace under budget policies in simulated time."
+        prog="python -m sim.replay",
+        description="Replay a trace under budget policies in simulated time: at steady batch sizes or, with "
+        "--arrivals, under traffic.",
     )
     parser.add_argument("--trace", default=default.trace, help="built-in name or directory (%(default)s)")
     parser.add_argument(
@@ -169,7 +174,15 @@ def main() -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="write runs, steps and requests there")
     parser.add_argument("--json", action="store_true", help="one JSON list on stdout and nothing else")
+    arrivals.add_arguments(parser)
+    load.add_arguments(parser)
     args = parser.parse_args()
+    if args.arrivals is not None:
+        _main_load(args)
+        return
+    for option in ("rate", "lengths", "limit", "max_num_seqs", "kv_blocks", "slo", "timeline"):
+        if getattr(args, option) is not None:
+            raise InputError(f"--{option.replace('_', '-')} is of traffic: give --arrivals too")
     if args.decisions and args.out is None:
         raise InputError("--decisions keeps them in the results directory: name it with --out DIR")
     config = Config(
@@ -180,6 +193,7 @@ def main() -> None:
         seed=whole_number("--seed", args.seed, 0),
         requests=None if args.requests is None else whole_number("--requests", args.requests, 1),
         decisions=args.decisions,
+        decision_lag=args.decision_lag or 0,
         out=args.out,
         regret=args.regret,
     )
@@ -192,6 +206,50 @@ def main() -> None:
         print("\n" + regret_table(rows))
     if config.out is not None:
         print(f"results in {config.out}")
+
+
+def _main_load(args: argparse.Namespace) -> None:
+    """Replay traffic, print."""
+    for option, instead in (("batch_size", "--max-num-seqs"), ("requests", "--limit"), ("decisions", None)):
+        if getattr(args, option):
+            remedy = "leave it out" if instead is None else f"give {instead}"
+            raise InputError(f"--{option.replace('_', '-')} is of steady batch sizes: with traffic {remedy}")
+    asked = load.Load(
+        args.arrivals,
+        trace=args.trace,
+        policy=args.policy,
+        cost=args.cost,
+        seed=whole_number("--seed", args.seed, 0),
+        rate=args.rate,
+        rate_scale=args.rate_scale,
+        lengths=args.lengths,
+        limit=args.limit,
+        decision_lag=args.decision_lag,
+        slo=Slo() if args.slo is None else Slo.parse(args.slo),
+        replicas=whole_number("--replicas", args.replicas, 1),
+        router=args.router,
+        timeline=args.timeline,
+        out=args.out,
+    )
+    seats = args.max_num_seqs
+    limits = Limits(
+        load.largest_batch(asked) if seats is None else whole_number("--max-num-seqs", seats, 1),
+        whole_number("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
+        None if args.kv_blocks is None else whole_number("--kv-blocks", args.kv_blocks, 2),
+        whole_number("--block-size", args.block_size, 1),
+        prefix_caching=not args.no_prefix_caching,
+        asynchronous=args.async_scheduling,
+        prefill=not args.prefill_elsewhere,
+        host_s=args.host_overhead_ms / 1e3,
+    )
+    rows = load.replay_load(replace(asked, limits=limits), progress=not args.json)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(load.table(rows))
+    for what, place in (("results", args.out), ("timeline", args.timeline)):
+        if place is not None:
+            print(f"{what} in {place}")
 
 
 if __name__ == "__main__":
