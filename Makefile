@@ -15,7 +15,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,runtime]'
 	touch $@
 
 demo: $(VENV)/.stamp

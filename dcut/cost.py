@@ -120,7 +120,13 @@ class CostTable:
         """Time of a step of plain decoding (one token a request, no drafter), seconds; see `seconds`."""
         prefill = prefill_tokens, prefill_pairs
         if not len(self.plain):
-            return self.seconds(batch_size, batch_size, context_tokens, *prefill, extrapolate=extrapolate)
+            try:
+                return self.seconds(batch_size, batch_size, context_tokens, *prefill, extrapolate=extrapolate)
+            except InputError as error:
+                raise InputError(
+                    f"no time of plain decoding at batch size {batch_size} (a row of kind plain, or of kind "
+                    f"verify with {batch_size} tokens): {error}"
+                ) from error
         measured = self._line("plain", self.plain, batch_size, extrapolate)
         return measured + self.context_seconds(batch_size, context_tokens) + self.prefill_seconds(*prefill)
 
@@ -184,10 +190,12 @@ class CostTable:
             where = f"{kind} time at batch size {batch_size}" + (f", {tokens} tokens" if tokens else "")
             if kind not in ("verify", "draft", "plain"):
                 raise InputError(f"unknown kind of time {kind!r}: use verify, draft or plain")
-            if not (isinstance(seconds, float | int) and 0 < seconds < math.inf):
+            if isinstance(seconds, bool) or not (isinstance(seconds, float | int) and 0 < seconds <= _MOST):
                 raise InputError(f"{where} is {seconds} s; a step time must be positive and finite")
             if batch_size is not None and batch_size < 1:
                 raise InputError(f"{where}: a batch holds at least one request")
+            if max(batch_size or 0, tokens or 0) > _MOST:
+                raise InputError(f"a {kind} time at more than {_MOST:g} requests or tokens is a slip")
             if kind == "verify" and (tokens is None or tokens < (batch_size or 1)):
                 raise InputError(f"{where}: {tokens} tokens are fewer than one for each request")
             if kind != "verify" and batch_size is None:
@@ -208,10 +216,18 @@ class CostTable:
             raise InputError("the cost table holds no verify times")
         if None in rows and len(rows) > 1:
             raise InputError("some verify times name a batch size and some do not: give it to all or to none")
-        for batch_size, seconds in lines["plain"]:
-            row = rows.get(int(batch_size))
-            if row is not None and min(row) > batch_size:
-                row[int(batch_size)] = float(seconds)
+        plain = {int(batch_size): float(seconds) for batch_size, seconds in lines["plain"]}
+        above = [b for b, row in rows.items() if b is not None and min(row) > b]
+        if plain and (bare := [b for b in above if b not in plain]) and len(bare) < len(above):
+            raise InputError(
+                f"plain times for some batch sizes but not for {bare[0]}: add a row of kind plain"
+            )
+        for batch_size in above:
+            if batch_size in plain:
+                rows[batch_size][batch_size] = plain[batch_size]
+        for name, value in options.items():
+            if isinstance(value, bool) or not (isinstance(value, float | int) and 0 <= value <= _MOST):
+                raise InputError(f"{name} is {value!r}; it must be a number of at least 0")
         return cls(**_grid(rows), draft=lines["draft"], plain=lines["plain"], **options)
 
     # ---- files ------------------------------------------------------------------------------------------
@@ -225,20 +241,24 @@ class CostTable:
         """
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise InputError(f"{path} is not a text file; give a cost table as .csv or .json") from error
         try:
-            return cls.from_dict(json.loads(text)) if path.suffix == ".json" else cls._from_csv(text)
-        except json.JSONDecodeError as error:
+            if path.suffix.lower() == ".json":
+                return cls.from_dict(json.loads(text))
+            return cls._from_csv(text)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise InputError(f"{path} is not valid JSON: {error}") from error
+        except csv.Error as error:
+            raise InputError(f"{path} is not valid CSV: {error}") from error
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
 
     @classmethod
     def _from_csv(cls, text: str) -> "CostTable":
-        reader = csv.DictReader(text.splitlines())
-        columns = reader.fieldnames or []
+        reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
+        columns = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
         unit = next((name for name in ("step_s", "step_ms") if name in columns), None)
         missing = [name for name in ("batch_size", "num_verify_tokens") if name not in columns]
         if unit is None:
@@ -247,6 +267,8 @@ class CostTable:
             raise InputError(f"no column {', '.join(missing)}; found {', '.join(columns) or 'nothing'}")
         samples = []
         for line, row in enumerate(reader, start=2):
+            if row[str(unit)] is None:
+                raise InputError(f"line {line} has fewer values than the {len(columns)} columns")
             try:
                 samples.append(
                     Sample(
@@ -256,7 +278,7 @@ class CostTable:
                         float(row[str(unit)]) / (1000 if unit == "step_ms" else 1),
                     )
                 )
-            except (TypeError, ValueError) as error:
+            except ValueError as error:
                 raise InputError(f"line {line}: {error}") from error
         return cls.from_samples(samples)
 
@@ -269,7 +291,7 @@ class CostTable:
             raise InputError(f"cost table format {data.get('format')!r}; this version reads format {FORMAT}")
         try:
             samples = [
-                Sample(kind, None if b is None else int(b), None if tokens is None else int(tokens), seconds)
+                Sample(kind, _whole(b), _whole(tokens), seconds)
                 for kind in ("verify", "draft", "plain")
                 for b, tokens, seconds in (
                     row if kind == "verify" else (row[0], None, row[1]) for row in data.get(kind, [])
@@ -311,6 +333,16 @@ _OPTIONS = (
     "prefill_pair_s",
     "prefill_s",
 )
+
+
+_MOST = 1e9  # seconds, requests and tokens alike: beyond it a value is a slip
+
+
+def _whole(value: float | None) -> int | None:
+    """A count read from JSON, or None; ValueError where it is not a whole number."""
+    if value is None or (not isinstance(value, bool) and abs(value) < math.inf and value == int(value)):
+        return value if value is None else int(value)
+    raise ValueError(f"{value!r} is not a whole number")
 
 
 def _grid(rows: dict[int | None, dict[int, float]]) -> dict[str, np.ndarray | None]:

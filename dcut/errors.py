@@ -1,6 +1,10 @@
 """The one error type that a person is meant to read, and the guard that prints it as one line."""
 
+import io
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 
 
@@ -8,21 +12,52 @@ class InputError(ValueError):
     """What the user gave cannot be used; the message names the value and the remedy in one line."""
 
 
+class Stopped(KeyboardInterrupt):
+    """The process was told to end (SIGTERM, SIGHUP); it tidies up as on Ctrl-C. Its argument: the signal."""
+
+
 def guard(main: Callable[[], None]) -> int:
-    """Run a command's main; an InputError or an OSError becomes one line on stderr and exit code 2."""
+    """Run a command's main and return its exit code.
+
+    An InputError, an OSError or too little memory becomes one line on stderr and 2; an interrupt or a
+    signal to end is raised inside main, so that nothing stays half-written, and becomes 128 + its number.
+    """
+    _tame_streams()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _stop)
     try:
         main()
     except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _say(f"error: {error}", 2)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader went away (| head); nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away (| head)
         return 141
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        print(f"error: {name}{error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _say(f"error: {name}{error.strerror or error}", 2)
+    except MemoryError as error:
+        return _say(f"error: not enough memory ({error}); ask for less", 2)
+    except KeyboardInterrupt as error:
+        number = error.args[0] if isinstance(error, Stopped) else signal.SIGINT
+        return _say("interrupted" if number == signal.SIGINT else "stopped", 128 + number)
     return 0
+
+
+def _say(line: str, code: int) -> int:
+    print(" ".join(line.split()), file=sys.stderr)
+    return code
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise Stopped(number)
+
+
+def _tame_streams() -> None:
+    """Let output fail neither on a character that the terminal lacks nor on a stream that was closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it lives as long as the process)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

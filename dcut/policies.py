@@ -169,7 +169,7 @@ def parse_policies(text: str) -> dict[str, BudgetPolicy]:
     """Policies by their spelling, from a list such as "off,fixed:3,dcut:bonus=true,form=paper".
 
     A piece `key=value` belongs to the policy before it. Raises InputError on an unknown name or option,
-    naming what exists and the nearest.
+    naming what exists and the nearest, and on a policy named twice.
     """
     specs: list[str] = []
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
@@ -179,7 +179,14 @@ def parse_policies(text: str) -> dict[str, BudgetPolicy]:
             specs.append(piece)
     if not specs:
         raise InputError(f"no policy named; choose from {', '.join(POLICIES)}")
-    return {spec: parse_policy(spec) for spec in specs}
+    policies: dict[str, BudgetPolicy] = {}
+    for spec in specs:
+        policy = parse_policy(spec)
+        twin = next((other for other, known in policies.items() if known == policy), None)
+        if twin is not None:
+            raise InputError(f"{spec} and {twin} are the same policy: name it once")
+        policies[spec] = policy
+    return policies
 
 
 def parse_policy(spec: str) -> BudgetPolicy:

@@ -140,7 +140,11 @@ def test_tables_are_read_from_csv_and_json(tmp_path: Path) -> None:
         ("batch_size,num_verify_tokens,step_s\n4,8,-1\n", r"is -1\.0 s; a step time must be positive"),
         ("batch_size,num_verify_tokens,step_s\n4,8,nan\n", "is nan s"),
         ("batch_size,num_verify_tokens,step_s\n4,8,x\n", "line 2"),
-        ("batch_size,num_verify_tokens,step_s\n4,8\n", "line 2"),
+        ("batch_size,num_verify_tokens,step_s\n4,8\n", "line 2 has fewer values than the 3 columns"),
+        (f"batch_size,num_verify_tokens,step_s\n4,{'8' * 400},1\n", "is a slip"),
+        (f"batch_size,num_verify_tokens,step_s\n4,8,{'8' * 400}\n", "is inf s"),
+        (f"batch_size,num_verify_tokens,step_s\n4,8,{'8' * 200_000}\n", "not valid CSV"),
+        ("kind,batch_size,num_verify_tokens,step_s\nverify,4,8,1\nverify,8,16,1\nplain,4,,1\n", "not for 8"),
         ("batch_size,num_verify_tokens,step_s\n4,3,1\n", "3 tokens are fewer than one for each request"),
         ("batch_size,num_verify_tokens,step_s\n0,3,1\n", "at least one request"),
         ("bs,tokens,ms\n4,8,1\n", "no column batch_size, num_verify_tokens, step_s or step_ms; found bs"),
@@ -158,6 +162,18 @@ def test_a_bad_csv_is_refused_by_file_and_cause(tmp_path: Path, text: str, messa
     assert str(path) in str(refusal.value)
 
 
+def test_a_csv_may_carry_a_byte_order_mark_and_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "cost.csv"
+    path.write_text("\ufeffbatch_size, num_verify_tokens, step_s\n4, 8, 1\n", encoding="utf-8")
+    assert CostTable.load(path).seconds(4, 8) == 1
+
+
+def test_a_table_without_plain_times_says_what_to_add() -> None:
+    bare = CostTable.from_samples([Sample("verify", 4, 16, 1.0)])
+    with pytest.raises(InputError, match=r"no time of plain decoding at batch size 4 \(a row of kind"):
+        bare.plain_seconds(4)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -166,6 +182,15 @@ def test_a_bad_csv_is_refused_by_file_and_cause(tmp_path: Path, text: str, messa
         ('{"verify": [], "format": 99}', "format 99; this version reads format 1"),
         ('{"verify": [[4, 8]], "format": 1}', "malformed"),
         ('{"verify": [[4, 8, "fast"]], "format": 1}', "is fast s"),
+        ('{"verify": [[4, 8, true]], "format": 1}', "is True s"),
+        ('{"verify": [[4, 8.5, 1]], "format": 1}', "8.5 is not a whole number"),
+        ('{"verify": [[1e400, 8, 1]], "format": 1}', "inf is not a whole number"),
+        ('{"verify": [["4", 8, 1]], "format": 1}', "malformed"),
+        ('{"verify": [[4, 8, 1]], "format": 1, "max_graph_tokens": "abc"}', "max_graph_tokens is 'abc'"),
+        ('{"verify": [[4, 8, 1]], "format": 1, "context_token_s": NaN}', "context_token_s is nan"),
+        ('{"verify": [[4, 8, 1]], "format": 1, "context_token_s": null}', "context_token_s is None"),
+        ('{"verify": [[4, 8, 1]], "format": 1, "prefill_token_s": -1}', "prefill_token_s is -1"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_a_bad_json_is_refused_by_file_and_cause(tmp_path: Path, text: str, message: str) -> None:

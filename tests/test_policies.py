@@ -199,6 +199,8 @@ def test_a_list_of_policies_is_split_where_a_new_name_begins() -> None:
         ("ratio:nan", "keep ratio nan is outside"),
         ("off:1", "policy off takes no options"),
         (" , ", "no policy named"),
+        ("ratio:0.5,ratio:+0.5", r"ratio:\+0\.5 and ratio:0\.5 are the same policy"),
+        ("full,off,full", "full and full are the same policy"),
     ],
 )
 def test_a_policy_that_does_not_exist_is_refused_with_what_does(text: str, message: str) -> None:

@@ -1,0 +1,97 @@
+"""Whatever ends a command, a person reads one line and nothing stays half-done."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WAITING = """
+import sys, time
+from dcut.errors import guard
+def main():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("tidied up", flush=True)
+sys.exit(guard(main))
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    """A command whose main has this body."""
+    head = "import sys\nfrom dcut.errors import InputError, guard\n"
+    program = f"{head}def main():\n    {body}\nsys.exit(guard(main))"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("raise InputError('two\\n  lines')", 2, "error: two lines\n"),
+        ("open('/nowhere/at/all')", 2, "error: /nowhere/at/all: No such file or directory\n"),
+        ("raise MemoryError('8 TiB')", 2, "error: not enough memory (8 TiB); ask for less\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+        ("pass", 0, ""),
+    ],
+)
+def test_an_expected_end_is_one_line_and_a_code(body: str, code: int, line: str) -> None:
+    done = run(body)
+    assert (done.returncode, done.stderr) == (code, line)
+
+
+def test_an_unexpected_error_keeps_its_traceback() -> None:
+    done = run("raise AssertionError('a bug')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [(signal.SIGTERM, "stopped\n"), (signal.SIGHUP, "stopped\n"), (signal.SIGINT, "interrupted\n")],
+)
+def test_a_signal_lets_the_command_tidy_up(number: signal.Signals, line: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "ready\n"
+        command.send_signal(number)
+        out, err = command.communicate(timeout=30)
+    assert (command.returncode, out, err) == (128 + number, "tidied up\n", line)
+
+
+def test_output_survives_a_terminal_without_the_character_and_a_closed_stream() -> None:
+    program = "import sys\nfrom dcut.errors import guard\nsys.exit(guard(lambda: print('caf\\u00e9')))"
+    ascii_only = {"PYTHONIOENCODING": "ascii", "PATH": ""}
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=ascii_only
+    )
+    assert (shown.returncode, shown.stdout) == (0, "caf\\xe9\n")
+    closed = subprocess.run(["sh", "-c", f"exec '{sys.executable}' -c \"$0\" 2>&-", program], cwd=ROOT)
+    assert closed.returncode == 0
+
+
+def test_kernels_compile_where_there_is_no_place_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    from dcut.jit import compiled
+
+    real = numba.njit
+
+    def without_cache(function: Any, **options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(function, **options)
+
+    monkeypatch.setattr(numba, "njit", without_cache)
+
+    @compiled
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert double(21) == 42
