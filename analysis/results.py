@@ -13,9 +13,8 @@ from dcut.errors import InputError
 from dcut.policies import DCut, Full, Off, Ratio, parse_policy
 from dcut.scores import survival
 from dcut.selector import select
-from sim.results import RUNS
 from traces.schema import Trace
-from traces.store import read_directory
+from traces.store import RESULTS, read_directory
 
 PUBLISHED = Path(__file__).parent / "published"
 PUBLISHED_TRACE = "h20-qwen3-8b"  # the built-in trace that the published throughput describes
@@ -68,7 +67,7 @@ def _load(path: Path, source: str) -> Results:
     if not (path / "runs.parquet").is_file():
         found = "it holds no runs.parquet" if path.is_dir() else "no directory is there"
         raise InputError(f"{path} is not a results directory: {found}; sim.replay --out makes one")
-    meta, tables, documents = read_directory(path, RUNS)
+    meta, tables, documents = read_directory(path, RESULTS)
     runs = tables["runs"]
     missing = [name for name in _COLUMNS if name not in runs.columns]
     if missing:

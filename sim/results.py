@@ -12,9 +12,8 @@ import polars as pl
 from dcut.cost import CostTable
 from sim.engine import Run
 from traces.schema import DECISIONS, REQUESTS, STEPS, Trace
-from traces.store import read_directory, whole_directory, write_directory
+from traces.store import RESULTS, RUN, read_directory, whole_directory, write_directory
 
-RUNS = "replays"  # the kind of a results directory; each run inside it is of the kind "replay"
 _FILES = ("runs.parquet", "cost.json")
 
 
@@ -96,7 +95,7 @@ def new_directory(path: str | Path) -> AbstractContextManager[Path]:
     Raises InputError where `path` is not free, empty or wholly written by `write`, or where it cannot be
     written: before the block, so before the work.
     """
-    return whole_directory(path, lambda old: [*_FILES, *read_directory(old, RUNS)[0]["runs"]])
+    return whole_directory(path, lambda old: [*_FILES, *read_directory(old, RESULTS)[0]["runs"]])
 
 
 def write(
@@ -117,7 +116,7 @@ def write(
         shares = [{"bucket": label, "share": share} for label, share in row["bucket_share"].items()]
         flat.append({"run": name, **row, "bucket_share": shares, **about})
     table = pl.DataFrame(flat, schema_overrides={"cost": pl.String}).drop("sim_steps_per_s")
-    write_directory(directory, RUNS, {**meta, "runs": names}, {"runs": table}, {"cost": cost.to_dict()})
+    write_directory(directory, RESULTS, {**meta, "runs": names}, {"runs": table}, {"cost": cost.to_dict()})
     for name, row, found in zip(names, rows, runs, strict=True):
         chosen = {key: row[key] for key in ("policy", "batch_size")}
-        write_directory(directory / name, "replay", {**meta, **chosen}, found, {})
+        write_directory(directory / name, RUN, {**meta, **chosen}, found, {})

@@ -219,7 +219,7 @@ def test_a_directory_with_other_things_is_left_alone(console: Console, trace: st
         (("--decisions",), "--out DIR"),
         (("--out", "/dev/null/results"), "Not a directory"),
         (("--out", "/dev/null"), "/dev/null exists and is not a directory"),
-        (("--out", ""), "give another place"),
+        (("--out", ""), "is the working directory or a mount point: give a directory inside it"),
         (("--trace", "absent"), "no trace 'absent'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +128,7 @@ def forget_rows(path: Path) -> None:
         (lambda path: (path / "meta.json").write_text("[]"), "meta.json lacks"),
         (lambda path: (path / "meta.json").write_text('{"draft_length": 3}'), "meta.json lacks"),
         (edit_meta(format=2), "meta.json: format 2 is not 1"),
-        (edit_meta(kind="replay"), "holds a replay, not a trace"),
+        (edit_meta(kind="replay"), "good is a single run of a results directory, not a trace"),
         (edit_meta(sha256=["x"]), "meta.json is damaged"),
         (edit_meta(draft_length=0), "meta.json: draft_length 0"),
         (edit_meta(draft_length=4), "anchors.parquet: column 'confidences'"),
@@ -221,6 +223,68 @@ def test_only_what_this_program_wrote_is_replaced(saved: Path, tmp_path: Path) -
     assert store.load(saved).anchors.equals(other.anchors)
 
 
+def results_at(path: Path) -> None:
+    """A results directory with one run inside."""
+    with store.whole_directory(path, lambda old: ["runs.parquet", "run-4"]) as part:
+        store.write_directory(part, store.RESULTS, {}, {"runs": pl.DataFrame({"run": ["run-4"]})}, {})
+        store.write_directory(part / "run-4", store.RUN, {}, {"steps": pl.DataFrame({"step": [0]})}, {})
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "run-4/notes.txt", "run-4/more/notes.txt"])
+def test_what_a_person_put_into_results_is_kept_however_deep(tmp_path: Path, place: str) -> None:
+    results, notes = tmp_path / "good", tmp_path / "good" / place
+    results_at(results)
+    results_at(results)  # nothing foreign: replaced
+    notes.parent.mkdir(exist_ok=True)
+    notes.write_text("years of work")
+    first = place.removesuffix("/notes.txt") if "more" in place else place
+    with pytest.raises(InputError, match=rf"did not write \({first}\): give another place"):
+        results_at(results)
+    assert notes.read_text() == "years of work"
+    assert left_over(tmp_path) == ["good"]
+
+
+def test_what_arrives_while_a_run_works_is_kept_and_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InputError, match=rf"{tmp_path / 'two'} was taken .* give another place"),
+        store.whole_directory(tmp_path / "two"),
+    ):
+        (tmp_path / "two" / "quicker").mkdir(parents=True)
+    assert left_over(tmp_path / "two") == ["quicker"]
+    (tmp_path / "two" / "quicker").rmdir()
+    results_at(tmp_path / "two")
+    with (
+        pytest.raises(InputError, match=r"did not write \(notes.txt\)"),
+        store.whole_directory(tmp_path / "two", lambda old: ["runs.parquet", "run-4"]),
+    ):
+        (tmp_path / "two" / "notes.txt").write_text("mine")
+    assert left_over(tmp_path / "two") == ["meta.json", "notes.txt", "run-4", "runs.parquet"]
+    assert left_over(tmp_path) == ["two"]
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in (".", "", tmp_path / "here", "..", "/"):
+        with pytest.raises(
+            InputError, match="is the working directory or a mount point: give a directory in"
+        ):
+            store.save(make_trace([5], 3), place)
+    store.save(make_trace([5], 3), "inside")
+    assert left_over(tmp_path / "here") == ["inside"]
+
+
+def test_a_name_outside_ascii_is_written_and_read_in_the_posix_locale(tmp_path: Path) -> None:
+    code = "import sys; from traces.store import load, save; save(load(sys.argv[1]), sys.argv[2])"
+    store.save(make_trace([5], 3), tmp_path / "Größe")
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "Größe", tmp_path / "naïve"],
+        env={"PATH": "", "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        check=True,
+    )
+    assert store.load(tmp_path / "naïve").anchors.equals(store.load(tmp_path / "Größe").anchors)
+
+
 def interrupted(path: Path) -> None:
     with store.whole_directory(path, lambda _: []) as part:
         (part / "half").write_text("half")
@@ -248,8 +312,9 @@ def test_a_trace_is_opened_by_name_or_by_directory(saved: Path) -> None:
         InputError, match=r"did you mean 'tiny-pair'\? Give a .*: h20-allocation, h20-qwen3-8b, tiny"
     ):
         store.open_trace("tiny-pear")
-    with pytest.raises(InputError, match="no trace 'zzz': give a directory or a built-in name"):
-        store.open_trace("zzz")
+    for name in ("zzz", ""):
+        with pytest.raises(InputError, match=f"no trace '{name}': give a directory or a built-in name"):
+            store.open_trace(name)
 
 
 def test_every_built_in_trace_holds_what_the_format_asks(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from traces.published import generate_builtin
 from traces.schema import DECISIONS, FORMAT, REQUESTS, STEPS, Trace, anchors_schema
 
 BUILTIN = Path(__file__).parent / "builtin"
+RESULTS = "replays"  # the kind of a directory of runs with their figures, which analysis.report reads
+RUN = "replay"  # the kind of each run inside it
 _LEDGER = ("format", "kind", "rows", "sha256")  # what meta.json holds for this module
+_WORDS = {  # kinds as people call them; a trace is a trace
+    RESULTS: "results directory",
+    RUN: "single run of a results directory",
+    "services": "results directory of traffic",
+    "service": "single run under traffic",
+    "live": "recorded live run",
+}
 
 
 def open_trace(name_or_path: str, seed: int = 0) -> Trace:
@@ -33,7 +42,7 @@ def open_trace(name_or_path: str, seed: int = 0) -> Trace:
     names = sorted(p.name for p in BUILTIN.iterdir() if p.is_dir())
     if name_or_path in names:
         return load(directory) if (directory / "meta.json").exists() else generate_builtin(directory, seed)
-    if Path(name_or_path).exists():
+    if name_or_path and Path(name_or_path).exists():
         return load(name_or_path)
     close = difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.4)
     remedy = f"did you mean {close[0]!r}? Give" if close else "give"
@@ -82,11 +91,12 @@ def write_directory(
     path: str | Path,
     kind: str,
     meta: Mapping[str, Any],
-    tables: Mapping[str, pl.DataFrame],
+    tables: Mapping[str, pl.DataFrame | pl.LazyFrame],
     documents: Mapping[str, Any],
 ) -> None:
     """Write tables as <name>.parquet, documents as <name>.json and meta.json, complete or not at all.
 
+    A lazy table is written piece by piece, without ever being in memory.
     kind: what `read_directory` is asked for, such as "trace". meta.json holds `meta`, the format, the kind,
     and the number of rows and the SHA-256 of every file. An existing directory is replaced if it is empty or
     holds nothing but what this function wrote.
@@ -94,16 +104,23 @@ def write_directory(
     """
     with whole_directory(path) as part:
         for name, table in tables.items():
-            table.write_parquet(part / f"{name}.parquet", compression="zstd")
+            write = table.write_parquet if isinstance(table, pl.DataFrame) else table.sink_parquet
+            with (part / f"{name}.parquet").open("wb") as file:  # polars takes no name that is not UTF-8
+                write(file, compression="zstd")
         for name, document in documents.items():
             _write_json(part / f"{name}.json", document)
         ledger = {
             "format": FORMAT,
             "kind": kind,
-            "rows": {f"{name}.parquet": len(table) for name, table in tables.items()},
+            "rows": {f"{name}.parquet": _num_rows(part / f"{name}.parquet") for name in tables},
             "sha256": {file.name: _sha256(file) for file in sorted(part.iterdir())},
         }
         _write_json(part / "meta.json", {**meta, **ledger})
+
+
+def _num_rows(file: Path) -> int:
+    with file.open("rb") as stream:
+        return pl.scan_parquet(stream).select(pl.len()).collect().item()
 
 
 def _written(directory: Path) -> Iterable[str]:
@@ -116,10 +133,11 @@ def whole_directory(path: str | Path, written: Callable[[Path], Iterable[str]] =
     """A fresh directory beside `path` that takes its place when the block ends without an error.
 
     written: names, beside meta.json, of what this program wrote into the directory it is given; it may raise
-    InputError, KeyError or TypeError where that is not one of ours. Parents are made; after an error nothing
-    is left.
-    Raises InputError where `path` is not free, empty or wholly written by this program, or where it cannot
-    be written: before the block, so before the work.
+    InputError, KeyError or TypeError where that is not one of ours. A directory among them must be one that
+    `write_directory` wrote. Parents are made; after an error nothing is left.
+    Raises InputError where `path` is not free, empty or wholly written by this program, is the working
+    directory or a mount point, or cannot be written: before the block, so before the work; and after it
+    where something has come there in the meantime.
     """
     given, path = path, Path(path).absolute()
     replaced = _replaceable(path, written)
@@ -132,9 +150,15 @@ def whole_directory(path: str | Path, written: Callable[[Path], Iterable[str]] =
         except OSError as error:
             raise InputError(f"{given} cannot be written: {error.strerror}") from error
         yield part
-        if replaced:
-            path.rename(old)
-        part.rename(path)
+        try:
+            if replaced and _replaceable(path, written):  # asked again: the work took its time
+                path.rename(old)
+            part.rename(path)
+        except OSError as error:
+            raise InputError(
+                f"{given} was taken by something else during this run ({error.strerror}): nothing was "
+                "written, give another place"
+            ) from error
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -153,12 +177,12 @@ def read_directory(
 
     Raises InputError naming the file for anything missing, damaged, truncated, newer, or of another kind.
     """
-    path = Path(path)
+    path, noun = Path(path), _noun(kind)
     if not path.is_dir():
-        raise InputError(f"{path} is not a {kind}: {'a file' if path.exists() else 'nothing is'} there")
-    meta = _read_json(path / "meta.json", f"not a {kind} of this program")
+        raise InputError(f"{path} is not a {noun}: {'a file' if path.exists() else 'nothing is'} there")
+    meta = _read_json(path / "meta.json", f"not a {noun} of this program")
     if not isinstance(meta, dict) or any(name not in meta for name in _LEDGER):
-        raise InputError(f"{path / 'meta.json'} lacks one of {', '.join(_LEDGER)}: not a {kind}")
+        raise InputError(f"{path / 'meta.json'} lacks one of {', '.join(_LEDGER)}: not a {noun}")
     if meta["format"] != FORMAT:
         raise InputError(
             f"{path / 'meta.json'}: format {meta['format']} is not {FORMAT}, which this version reads; "
@@ -167,20 +191,21 @@ def read_directory(
     if not isinstance(meta["rows"], dict) or not isinstance(meta["sha256"], dict):
         raise InputError(f"{path / 'meta.json'} is damaged: rows and sha256 must list files")
     if meta["kind"] != kind:
-        raise InputError(f"{path} holds a {meta['kind']}, not a {kind}")
+        raise InputError(f"{path} is a {_noun(meta['kind'])}, not a {noun}")
     tables: dict[str, pl.DataFrame] = {}
     documents: dict[str, Any] = {}
     for name, digest in meta["sha256"].items():
         file = path / Path(name).name
         if not file.is_file():
-            raise InputError(f"{file} is missing: the {kind} is not complete")
+            raise InputError(f"{file} is missing: the {noun} is not complete")
         if _sha256(file) != digest:
             raise InputError(f"{file} is damaged or truncated: its checksum is not the one in meta.json")
         if file.suffix == ".json":
             documents[file.stem] = _read_json(file, "missing")
             continue
         try:
-            tables[file.stem] = pl.read_parquet(file)
+            with file.open("rb") as stream:
+                tables[file.stem] = pl.read_parquet(stream)
         except (pl.exceptions.PolarsError, OSError) as error:
             raise InputError(f"{file} is not readable as parquet: {error}") from error
         if len(tables[file.stem]) != meta["rows"].get(name):
@@ -275,16 +300,32 @@ def _replaceable(path: Path, written: Callable[[Path], Iterable[str]]) -> bool:
         return False
     if not path.is_dir() or path.is_symlink():
         raise InputError(f"{path} exists and is not a directory: give another place")
-    found = {entry.name for entry in path.iterdir()}
-    try:
-        ours = {"meta.json", *written(path)} if found else found
-    except (InputError, KeyError, TypeError):
-        ours = set()
-    if foreign := sorted(found - ours):
+    if path.is_mount() or Path.cwd().is_relative_to(path.resolve()):
+        raise InputError(f"{path} is the working directory or a mount point: give a directory inside it")
+    if foreign := next(_foreign(path, written), None):
         raise InputError(
-            f"{path} exists and holds what this program did not write ({foreign[0]}): give another place"
+            f"{path} exists and holds what this program did not write ({foreign.relative_to(path)}): "
+            "give another place"
         )
     return True
+
+
+def _foreign(directory: Path, written: Callable[[Path], Iterable[str]]) -> Iterator[Path]:
+    """What this program did not write in a directory, and below."""
+    try:
+        ours = {"meta.json", *written(directory)}
+    except (InputError, KeyError, TypeError, OSError):
+        ours = set()
+    for entry in sorted(directory.iterdir()):
+        if entry.name not in ours:
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink():
+            yield from _foreign(entry, _written)
+
+
+def _noun(kind: object) -> str:
+    """A kind as people call it."""
+    return _WORDS.get(str(kind), str(kind))
 
 
 def _write_json(file: Path, document: Any) -> None:
