@@ -22,10 +22,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from dcut.cost import CostTable
 from dcut.policies import parse_policy
-from dcut.protocol import BudgetPolicy
-from dcut.selector import Selection
 from sim.arrivals import request_order
-from sim.engine import Engine
+from sim.engine import Engine, acceptance_lengths
+from sim.regret import Altered
 from sim.results import figures
 from traces.schema import Trace
 from traces.store import open_trace
@@ -35,59 +34,14 @@ RIVALS += ["dcut", "vllm-adaptive", "vllm-adaptive:estimator=true", "dspark", "s
 LEAST = 0.97  # of the best rival, in every trouble
 
 
-class Troubled(BudgetPolicy):
-    """A policy that sees other confidences or believes other costs than are true, or keeps its memory."""
+def warmed(temperature: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Confidences as if the drafter's softmax had run at that temperature."""
 
-    def __init__(
-        self,
-        policy: BudgetPolicy,
-        temperature: float = 1.0,
-        belief: CostTable | None = None,
-        keeps_memory: bool = False,
-    ) -> None:
-        self.policy, self.temperature, self.belief = policy, temperature, belief
-        self.keeps_memory = keeps_memory
-        self.__dict__ |= {"learns": policy.learns, "lag": policy.lag, "sees": policy.sees}
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self.policy.labels
-
-    def start(self) -> BudgetPolicy:
-        if self.keeps_memory:
-            return self
-        return Troubled(self.policy.start(), self.temperature, self.belief)
-
-    def tuned(self, lengths: Callable[[], np.ndarray], cost: CostTable) -> BudgetPolicy:
-        tuned = self.policy.tuned(lengths, self.belief or cost)
-        return Troubled(tuned, self.temperature, self.belief, self.keeps_memory)
-
-    def _seen(self, confidences: np.ndarray) -> np.ndarray:
-        if self.temperature == 1.0:
-            return confidences
+    def seen(confidences: np.ndarray) -> np.ndarray:
         c = np.clip(confidences.astype(np.float64), 1e-7, 1 - 1e-7)
-        return (1.0 / (1.0 + (1.0 / c - 1.0) ** (1.0 / self.temperature))).astype(np.float32)
+        return (1.0 / (1.0 + (1.0 / c - 1.0) ** (1.0 / temperature))).astype(np.float32)
 
-    def draft_length(self, batch_size: int, longest: int, cost: CostTable | None = None) -> int:
-        return self.policy.draft_length(batch_size, longest, self.belief or cost)
-
-    def select(
-        self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
-    ) -> Selection:
-        return self.policy.select(self._seen(confidences), self.belief or cost, context_tokens)
-
-    def select_lagged(
-        self,
-        confidences: np.ndarray,
-        stale: np.ndarray,
-        cost: CostTable | None,
-        context_tokens: float | None = None,
-    ) -> Selection:
-        seen, old = self._seen(confidences), self._seen(stale)
-        return self.policy.select_lagged(seen, old, self.belief or cost, context_tokens)
-
-    def observe(self, keep_depth: np.ndarray, num_accepted: np.ndarray, seconds: float) -> None:
-        self.policy.observe(keep_depth, num_accepted, seconds)
+    return seen
 
 
 @dataclass(frozen=True)
@@ -157,7 +111,8 @@ def requests_of(trace: Trace, num: int, domains: str) -> np.ndarray:
 def throughput(trace: Trace, cost: CostTable, name: str, batch_size: int, trouble: Trouble) -> float:
     """Steady tokens per second of one policy in one trouble."""
     belief = trouble.belief(cost) if trouble.belief else None
-    policy = Troubled(parse_policy(name), trouble.temperature, belief)
+    see = warmed(trouble.temperature) if trouble.temperature != 1 else None
+    policy = Altered(parse_policy(name), see, belief)
     order = requests_of(trace, max(96, 4 * batch_size), trouble.domains)
     run = Engine(trace, policy, cost, batch_size, order, decision_lag=trouble.lag).run()
     return figures(run)["throughput_tps"]
@@ -166,7 +121,8 @@ def throughput(trace: Trace, cost: CostTable, name: str, batch_size: int, troubl
 def ramp(trace: Trace, cost: CostTable, name: str) -> float:
     """Tokens per second over a run whose batch grows to 64 and shrinks again, as long at every size."""
     sizes = [b for b in (1, 2, 4, 8, 16, 32, 64) if _measured(cost, b)]
-    kept = Troubled(parse_policy(name).start(), keeps_memory=True)
+    tuned = parse_policy(name).tuned(lambda: acceptance_lengths(trace), cost)
+    kept = Altered(tuned.start(), keeps_memory=True)
     rates = []
     for batch_size in sizes + sizes[-2::-1]:
         order = request_order(trace, max(24, 2 * batch_size), seed=batch_size)
