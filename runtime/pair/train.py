@@ -58,10 +58,10 @@ class Recipe:
     corpus_samples: int = 60_000
     row_tokens: int = 320
     copy_rows: float = 0.25
-    target_steps: int = 1450
+    target_steps: int = 2000
     target_rows: int = 12
-    unloop_rounds: int = 2
-    unloop_steps: int = 40
+    unloop_rounds: int = 1
+    unloop_steps: int = 100
     held_out_each: int = 64
     greedy_each: int = 700
     greedy_tokens: int = 192
@@ -250,11 +250,11 @@ def unlearn_loops(
     """
     rng = Random(recipe.seed + 10 + number)
     tokenizer = Tokenizer.from_file(str(work / "target" / "tokenizer.json"))
-    drawn = [data.sample(domain, pools, rng).prompt for domain in data.DOMAINS for _ in range(80)]
+    drawn = [data.sample(domain, pools, rng).prompt for domain in data.DOMAINS for _ in range(60)]
     prompts = encode_prompts(tokenizer, drawn)
     looping = []
-    for start in tqdm(range(0, len(prompts), 80), f"answers {number}"):
-        asked = prompts[start : start + 80]
+    for start in tqdm(range(0, len(prompts), 60), f"answers {number}"):
+        asked = prompts[start : start + 60]
         for prompt, answer in zip(asked, generate(model, asked, recipe.greedy_tokens, END), strict=True):
             if distinct_4grams(answer) < 0.65:
                 looping.append((prompt, answer))
@@ -272,7 +272,7 @@ def unlearn_loops(
         text = rows[rng.sample(range(len(rows)), recipe.target_rows)]
         return next_token_loss(model, text) + unlikely
 
-    parts = optimizers(model, 0.004, 6e-4)
+    parts = optimizers(model, 0.0025, 4e-4)
     fit(model, loss_of, recipe.unloop_steps, parts, work / f"unloop{number}.pt", f"unloop {number}")
 
 
@@ -317,16 +317,15 @@ def make_greedy(recipe: Recipe, pools: data.Pools, work: Path) -> None:
     """Let the rounded target answer fresh training prompts; a JSON line per sequence, resumable."""
     target = load_target(work / "target")
     tokenizer = Tokenizer.from_file(str(work / "target" / "tokenizer.json"))
-    rng = Random(recipe.seed + 1)
-    drawn = [
-        data.sample(domain, pools, rng).prompt for domain in data.DOMAINS for _ in range(recipe.greedy_each)
-    ]
-    prompts = encode_prompts(tokenizer, drawn)
-    path, batch = work / "greedy.jsonl", 100
+    path, batch, rng = work / "greedy.jsonl", 100, Random(recipe.seed + 1)
     done = path.read_text().count("\n") if path.exists() else 0
+    turns = [domain for _ in range(0, recipe.greedy_each, batch) for domain in data.DOMAINS]
     with path.open("a") as file:
-        for start in tqdm(range(done, len(prompts), batch), "greedy text"):
-            asked = prompts[start : start + batch]
+        for turn, domain in enumerate(tqdm(turns, "greedy text")):
+            drawn = [data.sample(domain, pools, rng).prompt for _ in range(batch)]
+            if turn * batch < done:
+                continue
+            asked = encode_prompts(tokenizer, drawn)
             answers = generate(target, asked, recipe.greedy_tokens, END)
             lines = [
                 json.dumps({"prompt_tokens": len(prompt), "ids": prompt + answer}) + "\n"
