@@ -30,7 +30,6 @@ LOAD = np.dtype(
     ]
 )
 _BUFFER = 65_536  # steps kept before they are handed on
-_NO_DECODES = Selection(np.zeros(0, np.int64), 0, -1, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +100,10 @@ class Replica(Engine):
     def admit(self, now_s: float) -> int:
         """Schedule, as many steps ahead as the engine does; whether there is a step to take."""
         self.now_s, scheduler = now_s, self.scheduler
-        if not self.limits.prefill:
-            self._report(scheduler.enter(now_s))
+        while not self.limits.prefill:
+            self._report(done := scheduler.enter(now_s))
+            if len(done) < self.limits.max_num_seqs:
+                break
         while len(scheduler.ahead) < self.limits.depth:
             work = scheduler.hold(super().width(max(1, scheduler.num_running)))
             if work and self.limits.asynchronous:
@@ -122,8 +123,11 @@ class Replica(Engine):
         return min(super().width(batch_size), self.scheduler.ahead[0].drafts) if batch_size else 0
 
     def select(self, confidences: np.ndarray, context_tokens: int) -> Selection:
-        """The policy's choice; nothing where only prompts are computed."""
-        return super().select(confidences, context_tokens) if len(confidences) else _NO_DECODES
+        """The policy's choice; none where only prompts are computed, or where no draft finds room."""
+        batch, width = confidences.shape
+        if batch and (width or not super().width(batch)):
+            return super().select(confidences, context_tokens)
+        return Selection(np.zeros(batch, np.int64), batch, -1, float(batch))
 
     def verify(
         self, confidences: np.ndarray, selection: Selection, context_tokens: int
@@ -135,12 +139,10 @@ class Replica(Engine):
         prefill = scheduler.ahead[0].prefill
         if prefill[0]:
             batch, width = confidences.shape
-            draft_s, verify_s = self._price(batch, selection.num_verify_tokens, width > 0, *prefill)
+            draft_s, verify_s = self._price(batch, selection.num_verify_tokens, width, *prefill)
             verify_s += self.cost.context_seconds(batch, context_tokens)
-        elif len(confidences):
-            draft_s, verify_s = super().verify(confidences, selection, context_tokens)
         else:
-            draft_s, verify_s = 0.0, self.cost.plain_seconds(1, extrapolate=True)
+            draft_s, verify_s = super().verify(confidences, selection, context_tokens)
         if self.limits.asynchronous:
             return draft_s, max(verify_s, self.limits.host_s - draft_s)
         return draft_s, verify_s + self.limits.host_s
