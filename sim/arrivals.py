@@ -323,3 +323,14 @@ def request_order(trace: Trace, num_requests: int, seed: int) -> np.ndarray:
 def _check_positive(name: str, value: float) -> None:
     if not 0 < value < np.inf:
         raise InputError(f"{name} {value:g} is not a number above 0")
+
+
+def whole_number(name: str, text: str, least: int) -> int:
+    """The value of an option that is a whole number; InputError where it is not, or below `least`."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise InputError(f"{name} {text!r} is not a whole number of at least {least}")
+    return value

@@ -15,7 +15,7 @@ from dcut.cost import CostTable
 from dcut.errors import InputError
 from dcut.policies import parse_policies
 from sim import latencies
-from sim.arrivals import open_traffic
+from sim.arrivals import open_traffic, whole_number
 from sim.latencies import Slo, StepLog
 from sim.scheduler import Limits
 from sim.serving import Router, serve
@@ -187,6 +187,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--router", choices=get_args(Router), default=load.router, help="between them (%(default)s)"
     )
     group.add_argument("--timeline", metavar="FILE", help="write a Chrome trace, .json or .json.gz")
+
+
+def from_arguments(args: argparse.Namespace) -> Load:
+    """What the options of `add_arguments`, of arrivals.add_arguments and of a replay ask for."""
+    load = Load(
+        args.arrivals,
+        trace=args.trace,
+        policy=args.policy,
+        cost=args.cost,
+        seed=whole_number("--seed", args.seed, 0),
+        rate=args.rate,
+        rate_scale=args.rate_scale,
+        lengths=args.lengths,
+        limit=args.limit,
+        decision_lag=args.decision_lag,
+        slo=Slo() if args.slo is None else Slo.parse(args.slo),
+        replicas=whole_number("--replicas", args.replicas, 1),
+        router=args.router,
+        timeline=args.timeline,
+        out=args.out,
+    )
+    seats = args.max_num_seqs
+    limits = Limits(
+        largest_batch(load) if seats is None else whole_number("--max-num-seqs", seats, 1),
+        whole_number("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
+        None if args.kv_blocks is None else whole_number("--kv-blocks", args.kv_blocks, 2),
+        whole_number("--block-size", args.block_size, 1),
+        prefix_caching=not args.no_prefix_caching,
+        asynchronous=args.async_scheduling,
+        prefill=not args.prefill_elsewhere,
+        host_s=args.host_overhead_ms / 1e3,
+    )
+    return replace(load, limits=limits)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

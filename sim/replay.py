@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -14,11 +14,9 @@ from dcut.cost import CostTable
 from dcut.errors import InputError, guard
 from dcut.policies import Off, parse_policies
 from sim import arrivals, load, results
-from sim.arrivals import request_order
+from sim.arrivals import request_order, whole_number
 from sim.engine import Engine
-from sim.latencies import Slo
 from sim.regret import Regrets, regret_table
-from sim.scheduler import Limits
 from traces.schema import Trace
 from traces.store import open_trace
 
@@ -129,17 +127,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, "wasted: share of the verified positions that is a rejected draft"])
 
 
-def whole_number(name: str, text: str, least: int) -> int:
-    """The value of an option that is a whole number; InputError where it is not, or below `least`."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise InputError(f"{name} {text!r} is not a whole number of at least {least}")
-    return value
-
-
 def parse_batch_sizes(text: str) -> list[int]:
     """Batch sizes from a list such as "4,8,16"."""
     sizes = [whole_number("--batch-size", piece.strip(), 1) for piece in text.split(",")]
@@ -214,35 +201,8 @@ def _main_load(args: argparse.Namespace) -> None:
         if getattr(args, option):
             remedy = "leave it out" if instead is None else f"give {instead}"
             raise InputError(f"--{option.replace('_', '-')} is of steady batch sizes: with traffic {remedy}")
-    asked = load.Load(
-        args.arrivals,
-        trace=args.trace,
-        policy=args.policy,
-        cost=args.cost,
-        seed=whole_number("--seed", args.seed, 0),
-        rate=args.rate,
-        rate_scale=args.rate_scale,
-        lengths=args.lengths,
-        limit=args.limit,
-        decision_lag=args.decision_lag,
-        slo=Slo() if args.slo is None else Slo.parse(args.slo),
-        replicas=whole_number("--replicas", args.replicas, 1),
-        router=args.router,
-        timeline=args.timeline,
-        out=args.out,
-    )
-    seats = args.max_num_seqs
-    limits = Limits(
-        load.largest_batch(asked) if seats is None else whole_number("--max-num-seqs", seats, 1),
-        whole_number("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
-        None if args.kv_blocks is None else whole_number("--kv-blocks", args.kv_blocks, 2),
-        whole_number("--block-size", args.block_size, 1),
-        prefix_caching=not args.no_prefix_caching,
-        asynchronous=args.async_scheduling,
-        prefill=not args.prefill_elsewhere,
-        host_s=args.host_overhead_ms / 1e3,
-    )
-    rows = load.replay_load(replace(asked, limits=limits), progress=not args.json)
+    asked = load.from_arguments(args)
+    rows = load.replay_load(asked, progress=not args.json)
     if args.json:
         print(json.dumps(rows, indent=1))
         return

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,40 @@ from tqdm import tqdm
 from dcut.cost import CostTable
 from dcut.errors import InputError, guard
 from dcut.policies import parse_policies, parse_policy
-from sim import results
-from sim.arrivals import request_order
+from sim import arrivals, load, results
+from sim.arrivals import open_traffic, request_order, whole_number
 from sim.engine import Engine
-from sim.replay import default_requests, measured_batch_sizes, parse_batch_sizes, whole_number
+from sim.load import Load, prices, replay_load
+from sim.replay import default_requests, measured_batch_sizes, parse_batch_sizes
 from traces.schema import Trace
 from traces.store import open_trace
 
 CELLS = "cells"
 """The folder of the results directory that is the data set: policy=.../batch_size=.../seed-0.parquet."""
 
-_SHOWN = ("throughput_tps", "speedup_vs_off", "keep_ratio", "mean_acceptance_length")
+_OF_STEADY = ("batch_size", "requests", "timeline")
+_OF_TRAFFIC = ("arrivals", "lengths", "limit", "max_num_seqs", "kv_blocks", "slo", "timeline")
+
+_STEADY = ("throughput_tps", "speedup_vs_off", "keep_ratio", "mean_acceptance_length")
+_TRAFFIC = (
+    "throughput_tps",
+    "speedup_vs_off",
+    "ttft_s_p50",
+    "ttft_s_p99",
+    "tpot_s_p50",
+    "tpot_s_p99",
+    "e2e_s_mean",
+    "token_goodput_tps",
+    "request_goodput_rps",
+    "kept_share",
+    "keep_ratio",
+    "mean_acceptance_length",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One sweep, as the command line asks for it."""
+    """One sweep, as the command line asks for it: over batch sizes or, with rates, under traffic."""
 
     out: str
     trace: str = "h20-qwen3-8b"
@@ -48,13 +66,17 @@ class Config:
     cost: str | None = None  # None: the trace's own table
     seeds: int = 5
     requests: int | None = None  # None: replay.default_requests
+    rates: Sequence[float] = ()  # arrivals a second
+    load: Load | None = (
+        None  # what traffic at these rates is otherwise; its policy, rate and seed are the cells'
+    )
     workers: int | None = None  # None: every core, or the whole of a Ray cluster
     ray: str | None = None  # "local" starts Ray here; else the address of a cluster
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One run of the grid, and all that a worker needs for it."""
+class Steady:
+    """A cell at a steady batch size, and all that a worker needs for it."""
 
     trace: str
     cost: CostTable
@@ -63,25 +85,61 @@ class Cell:
     batch_size: int
     seed: int
 
-    @property
-    def file(self) -> Path:
-        """Its place in the data set."""
-        folder = Path(f"policy={quote(self.policy, safe='')}", f"batch_size={self.batch_size}")
-        return folder / f"seed-{self.seed}.parquet"
+
+Cell = Steady | Load
+
+
+def key(cell: Cell) -> dict[str, Any]:
+    """What tells a cell from the others: its policy, its batch size or rate, its seed."""
+    level = {"batch_size": cell.batch_size} if isinstance(cell, Steady) else {"rate": cell.rate}
+    return {"policy": cell.policy, **level, "seed": cell.seed}
+
+
+def place(cell: Cell) -> Path:
+    """Its file in the data set."""
+    *folders, (_, seed) = key(cell).items()
+    return Path(*(f"{name}={quote(str(value), safe='')}" for name, value in folders), f"seed-{seed}.parquet")
 
 
 def sweep(config: Config, progress: bool = False) -> list[dict[str, Any]]:
-    """Run what `config.out` does not hold yet of the grid; a row for each policy and batch size.
+    """Run what `config.out` does not hold yet of the grid; a row for each policy and batch size or rate.
 
-    Every seed is one world (the order of the requests and, in a generated trace, the anchors), which all
+    Every seed is one world (the requests, their times and, in a generated trace, the anchors), which all
     policies meet: intervals of the speed-up over plain decoding are of pairs in the same world. Plain
-    decoding is run at every batch size and seed, asked for or not. A row holds the mean of each figure over
-    the seeds and, as <figure>_ci95, half its 95 % confidence interval (Student's t; None with one seed).
-    The rows and every byte of `config.out` follow from the configuration, not from who computed them.
+    decoding is run everywhere, asked for or not. A row holds the mean of each figure over the seeds and, as
+    <figure>_ci95, half its 95 % confidence interval (Student's t; None with one seed). speedup_vs_off is of
+    throughput at a steady batch size; of traffic, where throughput follows the rate, of the mean end-to-end
+    time. The rows and every byte of `config.out` follow from the configuration, not from who computed them.
     Raises InputError on what cannot be used, before the work wherever that can be known, and where
-    `config.out` holds anything but cells of this very trace, cost table and number of requests.
+    `config.out` holds anything but cells of this very trace, cost table and traffic.
     """
     policies = list(parse_policies(config.policy))
+    grid = _traffic(config) if config.rates else _steady(config)
+    cells = [
+        replace(cell, policy=policy, seed=seed)
+        for seed in range(config.seeds)
+        for cell in grid
+        for policy in dict.fromkeys([*policies, "off"])
+    ]
+    out = _prepared(Path(config.out), _about(config, grid))
+    todo = [cell for cell in cells if not (out / CELLS / place(cell)).exists()]
+    with tqdm(
+        total=len(cells),
+        initial=len(cells) - len(todo),
+        unit=" cells",
+        disable=None if progress else True,  # None: hidden unless stderr is a terminal
+    ) as bar:
+        for cell, row in _computed(todo, config):
+            _write(out / CELLS / place(cell), pl.DataFrame([row]))
+            bar.update()
+    rows = [pl.read_parquet(out / CELLS / place(cell)).row(0, named=True) for cell in cells]
+    summary = _summary(rows, policies)
+    _write(out / "summary.parquet", pl.DataFrame(summary))
+    return summary
+
+
+def _steady(config: Config) -> list[Cell]:
+    """The batch sizes, each as a cell of plain decoding."""
     trace = open_trace(config.trace)
     cost = CostTable.load(config.cost) if config.cost else trace.cost
     if cost is None:
@@ -93,39 +151,33 @@ def sweep(config: Config, progress: bool = False) -> list[dict[str, Any]]:
             raise InputError(
                 f"--requests {config.requests} cannot fill batch size {batch_size}: ask for more"
             )
-    cells = [
-        Cell(config.trace, cost, config.requests, policy, batch_size, seed)
-        for seed in range(config.seeds)
-        for batch_size in batch_sizes
-        for policy in dict.fromkeys([*policies, "off"])
-    ]
-    out = _prepared(Path(config.out), _about(trace, cost, config.requests))
-    todo = [cell for cell in cells if not (out / CELLS / cell.file).exists()]
-    with tqdm(
-        total=len(cells),
-        initial=len(cells) - len(todo),
-        unit=" cells",
-        disable=None if progress else True,  # None: hidden unless stderr is a terminal
-    ) as bar:
-        for cell, row in _computed(todo, config):
-            _write(out / CELLS / cell.file, pl.DataFrame([row]))
-            bar.update()
-    rows = [pl.read_parquet(out / CELLS / cell.file).row(0, named=True) for cell in cells]
-    summary = _summary(rows, policies)
-    _write(out / "summary.parquet", pl.DataFrame(summary))
-    return summary
+    return [Steady(config.trace, cost, config.requests, "off", size, 0) for size in batch_sizes]
+
+
+def _traffic(config: Config) -> list[Cell]:
+    """The rates, each as a cell of plain decoding."""
+    assert config.load is not None
+    base = replace(config.load, trace=config.trace, cost=config.cost, policy="off", out=None, timeline=None)
+    trace = open_trace(base.trace)
+    prices(base, trace).check_batch_size(base.limits.max_num_seqs)
+    cells = [replace(base, rate=rate) for rate in config.rates]
+    for cell in cells:
+        open_traffic(trace, cell.arrivals, cell.rate, cell.rate_scale, cell.lengths, cell.limit)
+    return [*cells]
 
 
 def run(cell: Cell) -> dict[str, Any]:
     """Replay one cell: what tells it from others, and its figures."""
-    trace = _opened(cell.trace, cell.seed)
-    order = request_order(trace, cell.requests or default_requests(trace, cell.batch_size), cell.seed)
-    figures = results.figures(
-        Engine(trace, parse_policy(cell.policy), cell.cost, cell.batch_size, order).run()
-    )
+    if isinstance(cell, Steady):
+        trace = _opened(cell.trace, cell.seed)
+        order = request_order(trace, cell.requests or default_requests(trace, cell.batch_size), cell.seed)
+        policy = parse_policy(cell.policy)
+        figures = results.figures(Engine(trace, policy, cell.cost, cell.batch_size, order).run())
+    else:
+        (figures,) = replay_load(cell)
+        del figures["sim_steps_per_s"]
     shares = [{"bucket": label, "share": share} for label, share in figures.pop("bucket_share").items()]
-    which = {"policy": cell.policy, "batch_size": cell.batch_size, "seed": cell.seed}
-    return {**which, **figures, "bucket_share": shares}
+    return {**figures, **key(cell), "bucket_share": shares}
 
 
 @lru_cache(maxsize=2)
@@ -187,19 +239,22 @@ def _by_ray(
 # ---- the results directory ------------------------------------------------------------------------------
 
 
-def _about(trace: Trace, cost: CostTable, requests: int | None) -> dict[str, Any]:
+def _about(config: Config, grid: Sequence[Cell]) -> dict[str, Any]:
     """What every cell of a results directory shares."""
+    trace = open_trace(config.trace)
     arrays = trace.arrays
     drafts = hashlib.sha256(arrays.confidences.tobytes())
     for part in (arrays.num_accepted, arrays.prompt_tokens, arrays.output_tokens):
         drafts.update(part.tobytes())
-    prices = hashlib.sha256(json.dumps(cost.to_dict()).encode())
-    return {
-        "kind": "sweep",
-        "trace": drafts.hexdigest(),
-        "cost": prices.hexdigest(),
-        "requests": requests,
-    }
+    first = grid[0]
+    if isinstance(first, Steady):
+        cost, rest = first.cost, {"requests": config.requests}
+    else:
+        cost, rest = prices(first, trace), asdict(first)
+        for name in ("trace", "cost", "policy", "rate", "seed", "out", "timeline"):
+            del rest[name]
+    prices_of = hashlib.sha256(json.dumps(cost.to_dict()).encode())
+    return {"kind": "sweep", "trace": drafts.hexdigest(), "cost": prices_of.hexdigest(), **rest}
 
 
 def _prepared(out: Path, about: dict[str, Any]) -> Path:
@@ -232,54 +287,79 @@ def _write(file: Path, table: pl.DataFrame) -> None:
 
 
 def _summary(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Means and intervals over the seeds, a row for each batch size and policy."""
-    plain = {
-        (row["batch_size"], row["seed"]): row["throughput_tps"] for row in rows if row["policy"] == "off"
-    }
+    """Means and intervals over the seeds, a row for each batch size or rate and policy."""
+    axis, shown = ("rate", _TRAFFIC) if "rate" in rows[0] else ("batch_size", _STEADY)
+    plain = {(row[axis], row["seed"]): row for row in rows if row["policy"] == "off"}
     found = []
-    for batch_size in dict.fromkeys(row["batch_size"] for row in rows):
+    for level in dict.fromkeys(row[axis] for row in rows):
         for policy in policies:
-            runs = [row for row in rows if (row["policy"], row["batch_size"]) == (policy, batch_size)]
-            line: dict[str, Any] = {"policy": policy, "batch_size": batch_size, "seeds": len(runs)}
-            for name in _SHOWN:
-                if name == "speedup_vs_off":
-                    values = [row["throughput_tps"] / plain[batch_size, row["seed"]] for row in runs]
+            runs = [row for row in rows if (row["policy"], row[axis]) == (policy, level)]
+            line: dict[str, Any] = {"policy": policy, axis: level, "seeds": len(runs)}
+            for row in runs:
+                off = plain[level, row["seed"]]
+                if axis == "rate":
+                    row["speedup_vs_off"] = off["e2e_s_mean"] / row["e2e_s_mean"]
                 else:
-                    values = [row[name] for row in runs]
-                line[name], line[f"{name}_ci95"] = _interval(values)
+                    row["speedup_vs_off"] = row["throughput_tps"] / off["throughput_tps"]
+            for name in shown:
+                line[name], line[f"{name}_ci95"] = _interval([row[name] for row in runs])
             found.append(line)
     return found
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean, and half the 95 % confidence interval by Student's t; None for a single value."""
+def _interval(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Mean, and half the 95 % confidence interval by Student's t; None for a single value or without one."""
+    known = np.array([value for value in values if value is not None])
     num = len(values)
-    if num < 2:
+    if num < 2 or len(known) < num:
         return values[0], None
-    return float(np.mean(values)), float(stdtrit(num - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(num))
+    return float(known.mean()), float(stdtrit(num - 1, 0.975) * known.std(ddof=1) / math.sqrt(num))
 
 
 # ---- the command ----------------------------------------------------------------------------------------
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """The summary as lines of text, a blank line between batch sizes."""
+    """The summary as lines of text, a blank line between batch sizes or rates."""
+    axis = "rate" if "rate" in rows[0] else "batch_size"
+    columns = {"throughput_tps": ("tok/s", 1, 1), "speedup_vs_off": ("vs off", 1, 3)}
+    if axis == "rate":
+        columns |= {
+            "ttft_s_p50": ("TTFT, s", 1, 3),
+            "tpot_s_p50": ("TPOT, ms", 1e3, 2),
+            "e2e_s_mean": ("e2e, s", 1, 2),
+            "token_goodput_tps": ("goodput", 1, 1),
+        }
+    columns |= {"keep_ratio": ("keep", 1, 3), "mean_acceptance_length": ("accept", 1, 2)}
     width = max(len("policy"), *(len(row["policy"]) for row in rows))
-    lines = [f"batch  {'policy':<{width}}     tok/s        ±   vs off       ±    keep  accept"]
+    head = "".join(f"{title:>10} {'±':>7}" for title, _, _ in columns.values())
+    lines = [f"{axis.partition('_')[0]:>5}  {'policy':<{width}}{head}"]
     for at, row in enumerate(rows):
-        if at and row["batch_size"] != rows[at - 1]["batch_size"]:
+        if at and row[axis] != rows[at - 1][axis]:
             lines.append("")
-        tps, ratio = (row[f"{name}_ci95"] for name in ("throughput_tps", "speedup_vs_off"))
-        lines.append(
-            f"{row['batch_size']:>5}  {row['policy']:<{width}} {row['throughput_tps']:>9.1f} "
-            f"{'' if tps is None else f'{tps:.1f}':>8} {row['speedup_vs_off']:>7.3f}x "
-            f"{'' if ratio is None else f'{ratio:.3f}':>7} {row['keep_ratio']:>7.3f} "
-            f"{row['mean_acceptance_length']:>7.2f}"
-        )
-    seeds = rows[0]["seeds"]
-    return "\n".join(
-        [*lines, "", f"±: half a 95 % confidence interval over {seeds} seeds; vs off: in pairs of one seed"]
-    )
+        cells = ""
+        for name, (_, unit, digits) in columns.items():
+            for value, place in ((row[name], 10), (row[f"{name}_ci95"], 8)):
+                cells += f"{'' if value is None else f'{value * unit:.{digits}f}':>{place}}"
+        lines.append(f"{row[axis]:>5g}  {row['policy']:<{width}}{cells}")
+    against = "mean end-to-end time" if axis == "rate" else "throughput"
+    lines += ["", f"±: half a 95 % confidence interval over {rows[0]['seeds']} seeds;"]
+    if axis == "rate":
+        lines += [
+            "TTFT, TPOT: medians; goodput: tokens a second of requests that kept the promises of --slo;"
+        ]
+    return "\n".join([*lines, f"vs off: {against} against plain decoding, in pairs of one seed"])
+
+
+def _rates(text: str) -> list[float]:
+    """Rates from a list such as "0.5,1,2"; the processes of arrivals refuse what is no rate."""
+    try:
+        rates = [float(piece) for piece in text.split(",")] if text else []
+    except ValueError:
+        raise InputError(f"--rate {text!r} is not a list of numbers such as 0.5,1,2") from None
+    if twice := [rate for at, rate in enumerate(rates) if rate in rates[:at]]:
+        raise InputError(f"--rate {text!r} names {twice[0]:g} twice: give each once")
+    return rates
 
 
 def main() -> None:
@@ -287,8 +367,9 @@ def main() -> None:
     default = Config("")
     parser = argparse.ArgumentParser(
         prog="python -m sim.sweep",
-        description="Replay a trace under a grid of policies, batch sizes and seeds. Cells that --out holds "
-        "are kept, so a sweep can be stopped, resumed and extended.",
+        conflict_handler="resolve",  # --rate is a list here
+        description="Replay a trace under a grid of policies, batch sizes or rates of traffic, and seeds. "
+        "Cells that --out holds are kept, so a sweep can be stopped, resumed and extended.",
     )
     parser.add_argument("--trace", default=default.trace, help="built-in name or directory (%(default)s)")
     parser.add_argument("--policy", default=default.policy, help="comma-separated (%(default)s)")
@@ -305,11 +386,23 @@ def main() -> None:
         nargs="?",
         const="local",
         metavar="ADDRESS",
-        help="by Ray: started here, or the cluster at ADDRESS (its machines need dcut and the trace, at the "
-        "same path)",
+        help="by Ray: started here, or the cluster at ADDRESS (its machines need dcut, and the files "
+        "at the same paths)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON list on stdout and nothing else")
+    arrivals.add_arguments(parser)
+    load.add_arguments(parser)
+    parser.add_argument(
+        "--rate", metavar="X,X", help="comma-separated arrivals a second, instead of batch sizes"
+    )
     args = parser.parse_args()
+    rates = _rates(args.rate or "")
+    of_other = _OF_STEADY if rates else _OF_TRAFFIC
+    for option in of_other:
+        if getattr(args, option) is not None:
+            remedy = "with --rate" if rates else "without --rate"
+            raise InputError(f"--{option.replace('_', '-')} has no meaning {remedy}: leave it out")
+    args.arrivals, args.rate, args.seed = args.arrivals or "poisson", None, "0"  # as a replay's options
     config = Config(
         out=args.out,
         trace=args.trace,
@@ -318,6 +411,8 @@ def main() -> None:
         cost=args.cost,
         seeds=whole_number("--seeds", args.seeds, 1),
         requests=None if args.requests is None else whole_number("--requests", args.requests, 1),
+        rates=rates,
+        load=load.from_arguments(args) if rates else None,
         workers=None if args.workers is None else whole_number("--workers", args.workers, 1),
         ray=args.ray,
     )

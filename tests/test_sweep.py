@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 from scenes import make_cost, make_trace
@@ -15,6 +16,9 @@ from scipy import stats
 
 from dcut.errors import InputError, guard
 from sim import replay, sweep
+from sim.latencies import Slo
+from sim.load import Load, replay_load
+from sim.scheduler import Limits
 from sim.sweep import CELLS, Cell, Config
 from traces import store
 
@@ -130,10 +134,32 @@ def test_a_stopped_sweep_goes_on_where_it_was_and_may_grow(
     assert len(list(Path(config.out).rglob("seed-*.parquet"))) == 5
     monkeypatch.setattr(sweep, "run", lambda cell: computed.append(cell) or run(cell))
     assert sweep.sweep(config) == whole
-    assert len(computed) == len({cell.file for cell in computed}) == 18
+    assert len(computed) == len({sweep.place(cell) for cell in computed}) == 18
     assert digests(config.out) == digests(str(tmp_path / "whole"))
     sweep.sweep(dataclasses.replace(config, seeds=4))
     assert {cell.seed for cell in computed[18:]} == {3}
+
+
+def test_under_traffic_a_cell_is_the_replay_of_that_rate_and_seed(config: Config) -> None:
+    load = Load("poisson", limit=20, limits=Limits(max_num_seqs=4), slo=Slo(tpot=0.02))
+    config = dataclasses.replace(config, policy="full", batch_sizes=None, rates=(5.0, 20.0), load=load)
+    rows = {row["rate"]: row for row in sweep.sweep(config)}
+    cells = pl.read_parquet(Path(config.out) / CELLS)
+    assert sorted(cells.select("rate", "seed", "policy").rows()) == sorted(
+        (rate, seed, policy) for rate in (5, 20) for seed in range(3) for policy in ("full", "off")
+    )
+    asked = dataclasses.replace(load, trace=config.trace, policy="full,off", seed=1, rate=20.0)
+    full, off = replay_load(asked)
+    (cell,) = cells.filter(rate=20, seed=1, policy="full").rows(named=True)
+    for name in ("e2e_s_mean", "ttft_s_p99", "token_goodput_tps", "num_steps"):
+        assert cell[name] == full[name]
+    ratios = cells.filter(rate=20).sort("seed").group_by("policy", maintain_order=True).agg("e2e_s_mean")
+    means = {policy: np.array(values) for policy, values in ratios.rows()}
+    assert off["e2e_s_mean"] == means["off"][1]
+    assert rows[20]["speedup_vs_off"] == pytest.approx((means["off"] / means["full"]).mean())
+    other = dataclasses.replace(config, load=dataclasses.replace(load, limit=21))
+    with pytest.raises(InputError, match="another limit: give another place"):
+        sweep.sweep(other)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +206,11 @@ def test_the_command_prints_a_table_or_json(
         (("--workers", "0"), "--workers '0'"),
         (("--trace", "absent"), "no trace 'absent'"),
         (("--out", "/dev/null/x"), "/dev/null/x cannot be written: Not a directory"),
+        (("--rate", "2,x"), "--rate '2,x' is not a list of numbers"),
+        (("--rate", "2,2"), "names 2 twice"),
+        (("--rate", "0", "--limit", "9"), "rate 0 is not a number above 0"),
+        (("--rate", "2", "--batch-size", "4"), "--batch-size has no meaning with --rate"),
+        (("--slo", "ttft=1"), "--slo has no meaning without --rate"),
         (("--out", "/dev"), "/dev exists and is not a sweep: give another place"),
     ],
 )
