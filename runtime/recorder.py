@@ -201,9 +201,14 @@ class Recorder(Log):
     """
 
     def __init__(
-        self, out: str | Path, dense: DensePass, meta: dict[str, Any], cost: CostTable | None, every: int = 32
+        self,
+        out: str | Path,
+        dense: DensePass,
+        meta: dict[str, Any],
+        cost: CostTable | None,
+        every: int | None = 32,
     ) -> None:
-        """every: finished requests a dense pass. A partial trace at `out` is carried on.
+        """every: finished requests a flush; None: when asked. A partial trace at `out` is carried on.
 
         Raises InputError where `out` holds anything else, or a trace that was begun with other models.
         """
@@ -226,7 +231,7 @@ class Recorder(Log):
 
     def add(self, step: Step, label: str) -> None:
         super().add(step, label)
-        if len(self.finished) >= self.every:
+        if self.every is not None and len(self.finished) >= self.every:
             self.flush()
 
     @property

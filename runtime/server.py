@@ -35,7 +35,6 @@ MAX_BODY = 4 << 20  # bytes of a request
 RETRY_AFTER_S = 1
 CONTEXT = 2048  # tokens of a prompt and its output at most, unless asked for more
 PROFILED_CONTEXT = 256  # tokens of the contexts that steps are measured with
-WRITTEN_AT_ONCE = 256  # served requests that are recorded in memory before the trace is written anew
 GRACE_S = 300  # for running requests to end after SIGTERM
 
 
@@ -450,7 +449,7 @@ def build(config: Config, directory: Path, codec: Codec) -> tuple[Engine, Record
         asked = {"temperature": None, "policy": config.policy, "batch_size": config.max_batch_size}
         meta = describe(verifier, drafter, directory, Path(spec).name) | asked
         dense = DensePass(verifier.model, alone, max_context)
-        recorder = Recorder(config.record, dense, meta, measured.cost, every=WRITTEN_AT_ONCE)
+        recorder = Recorder(config.record, dense, meta, measured.cost, every=None)
     print(f"{measured}; ready with policy {config.policy}", flush=True)
     return engine, recorder
 

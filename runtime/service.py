@@ -87,7 +87,8 @@ class Ticket:
 
 
 Command = Callable[[Engine], None]
-MOST_BACKLOG = 16  # served requests that wait for their dense pass until the engine is idle
+MOST_BACKLOG = 512  # served requests whose dense pass waits until the engine is idle
+WRITTEN_AT_ONCE = 32  # served requests until an idle engine writes the trace anew
 State = Literal["starting", "ready", "closing", "closed"]
 
 
@@ -222,10 +223,8 @@ class Service:
     def _serve(self, engine: Engine) -> None:
         drift, warned = None if engine.cost is None else Drift(engine.cost), False
         while engine.busy or self.state == "ready":
-            backlog = 0 if self._recorder is None else self._recorder.backlog
-            if self._recorder is not None and backlog > (MOST_BACKLOG if engine.busy else 0):
-                self._recorder.advance()
-            for command in self._commands(wait=not (engine.busy or backlog)):
+            recording = self._recorder is not None and self._record(self._recorder, engine.busy)
+            for command in self._commands(wait=not (engine.busy or recording)):
                 command(engine)
             step = engine.step()
             if step is None:
@@ -240,6 +239,16 @@ class Service:
                 if not warned and len(drift.ratios) == drift.ratios.maxlen and (warning := str(drift)):
                     warned = True
                     print(warning, file=sys.stderr, flush=True)
+
+    @staticmethod
+    def _record(recorder: Recorder, busy: bool) -> bool:
+        """Work on the trace, a little at a time, while the engine is idle; whether there is more to do."""
+        if recorder.backlog > (MOST_BACKLOG if busy else 0):
+            recorder.advance()
+            return True
+        if not busy and len(recorder.finished) >= WRITTEN_AT_ONCE:
+            recorder.flush()
+        return False
 
     def _commands(self, wait: bool) -> Iterator[Command]:
         """Those that have come; where there is nothing else to do, wait for one."""
