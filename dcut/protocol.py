@@ -1,6 +1,7 @@
 """BudgetPolicy: what an engine asks a policy before and after each verification, and what it may see."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -95,6 +96,8 @@ class UniformPolicy(BudgetPolicy):
     ) -> Selection:
         batch, drafts = confidences.shape
         depth = self.depth(batch, drafts, cost)
+        if not depth:
+            return _anchors_alone(batch)
         tokens = batch + expected_accepted(confidences, depth)
         return Selection(np.full(batch, depth, np.int64), batch * (depth + 1), 0, tokens)
 
@@ -106,6 +109,12 @@ class UniformPolicy(BudgetPolicy):
         context_tokens: float | None = None,
     ) -> Selection:
         return self.select(confidences, cost, context_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _anchors_alone(batch: int) -> Selection:
+    """No draft verified: the same for every batch of this size, so made once."""
+    return Selection(np.zeros(batch, np.int64), batch, 0, float(batch))
 
 
 BANDS = ("off", "0", *(f"{tenth / 10:g}" for tenth in range(1, 11)))
