@@ -157,9 +157,9 @@ def lines(
 ) -> Chart:
     """Lines through points: a color a name, written at the right end, and a dash a source.
 
-    points: name, x, value, and optionally source and dot (false where the line has no point). published:
-    name, x, value, drawn as hollow diamonds. rule: a value to compare with, drawn across; diagonal: compare
-    with value = x.
+    points: name, x, value, and optionally source, and dot and hollow (false where the line has no point, and
+    where it is filled). published: name, x, value, drawn as hollow diamonds. rule: a value to compare with,
+    drawn across; diagonal: compare with value = x.
     """
     published = points.clear() if published is None else published
     top = y.top or max([*points["value"], *published["value"], rule or 0.0]) * 1.06
@@ -173,7 +173,7 @@ def lines(
         alt.Tooltip("value:Q", title=y.title, format=".1%" if y.form == "%" else y.form),
     ]
     base = alt.Chart(points).encode(x=at, y=height, color=color)
-    line, dots = base.mark_line(), base.mark_point()
+    line, dots, layers = base.mark_line(), base.mark_point(), []
     if len(sources) > 1:
         dash = alt.Scale(domain=sources, range=[_DASHES[i % len(_DASHES)] for i in range(len(sources))])
         line = line.encode(
@@ -181,12 +181,14 @@ def lines(
         )
         about.append(alt.Tooltip("source:N"))
     if "dot" in points.columns:
-        dots = dots.transform_filter("datum.dot")
+        hollow = base.mark_point(filled=False, strokeWidth=1.6).encode(tooltip=about)
+        layers.append(hollow.transform_filter("datum.hollow"))
+        dots = dots.transform_filter("datum.dot && !datum.hollow")
     ends = points.sort("x", maintain_order=True).group_by("name", maintain_order=True).last()
     ends = ends.with_columns(
         value=pl.Series(spread(ends["value"].to_list(), (top - y.low) * _LABEL_PX / HEIGHT, y.low))
     )
-    layers: list[Any] = [line, dots.encode(tooltip=about)]
+    layers = [line, dots.encode(tooltip=about), *layers]
     if rule is not None:
         layers.insert(0, alt.Chart(pl.DataFrame({"value": [rule]})).mark_rule().encode(y=height))
     if diagonal:

@@ -29,10 +29,6 @@ THROUGHPUT = Axis("throughput (tokens/s)")
 FACTOR = Axis("throughput / plain decoding", ".1f")
 FITTED = ("AR", "DFlash-B16")  # published rows that the built-in trace was fitted to
 _DIAMONDS = "Hollow diamonds: the published figures."
-_ALLOCATION = (
-    "tokens that 32 requests gain in a step when the same number of positions is verified in each alike "
-    "(uniform) or where the confidence is highest. Anchors and bonus tokens are counted."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +149,26 @@ def full_against_off(story: Story) -> str | None:
     if not factor:
         return None
     last = max(factor)
+    measured = dict(
+        story.against.filter(policy="full", source=story.sources[0])
+        .select("batch_size", "published_speedup")
+        .iter_rows()
+    ).get(last)
     losing = [batch for batch in factor if all(factor[b] < 1 for b in factor if b >= batch)]
     if not losing:
-        return f"Full verification beats plain decoding throughout, {factor[last]:.2f} times at batch {last}"
+        beside = f" (published {measured:.2f})" if measured else ""
+        return (
+            f"Full verification beats plain decoding throughout, {factor[last]:.2f} times{beside} "
+            f"at batch {last}"
+        )
     since = (
         f"slower than plain decoding from batch {losing[0]}" if len(losing) < len(factor) else "always slower"
     )
-    return f"At batch {last} full verification runs at {share(factor[last])} of plain decoding; it is {since}"
+    beside = f" (published {share(measured)})" if measured else ""
+    return (
+        f"At batch {last} full verification runs at {share(factor[last])} of plain decoding{beside}; "
+        f"it is {since}"
+    )
 
 
 def dcut_gain(story: Story) -> str | None:
@@ -246,29 +255,48 @@ def agreement(story: Story) -> str | None:
     )
 
 
-def retention(tokens: pl.DataFrame) -> str:
-    """What the best half and quarter of the positions yield of a trace's full acceptance."""
-    ranked = tokens.filter(name="by confidence")
-    half, quarter = (_at(ranked, x) / _at(ranked, 1.0) for x in (0.5, 0.25))
-    return (
-        f"Half of the positions, the most confident, keep {share(half)} of full verification's tokens; "
-        f"a quarter keeps {share(quarter)}"
-    )
+def retention(tokens: pl.DataFrame) -> str | None:
+    """What the best half and quarter of the positions yield of a trace's full acceptance.
+
+    None where a request's positions cannot be halved; no quarter where they cannot be quartered.
+    """
+    values = _by_ratio(tokens, "by confidence")
+    if 0.5 not in values:
+        return None
+    half = share(values[0.5] / values[1.0])
+    text = f"Half of the positions, the most confident, keep {half} of full verification's tokens"
+    return text + (f"; a quarter keeps {share(values[0.25] / values[1.0])}" if 0.25 in values else "")
 
 
 def ranking_gain(tokens: pl.DataFrame) -> str:
     """What ranking by confidence gains over a uniform cut at a quarter and a half of the positions."""
-    ranked, uniform = (tokens.filter(name=name) for name in ("by confidence", "uniform"))
-    quarter, half = (_at(ranked, at) / _at(uniform, at) - 1 for at in (0.25, 0.5))
+    ranked, uniform = (_by_ratio(tokens, name) for name in ("by confidence", "uniform"))
+    quarter, half = (ranked[at] / uniform[at] - 1 for at in (0.25, 0.5))
     return (
         f"Ranked by confidence, a quarter of the positions yields {share(quarter)} more tokens "
         f"than a uniform cut, half of them {share(half)} more"
     )
 
 
-def _at(points: pl.DataFrame, x: float) -> float:
-    """The value at the x nearest to the one asked for."""
-    return points.sort((pl.col("x") - x).abs())["value"][0]
+def _by_ratio(tokens: pl.DataFrame, name: str) -> dict[float, float]:
+    """Tokens a step by keep ratio, of one way to choose the positions."""
+    return dict(tokens.filter(name=name).select("x", "value").iter_rows())
+
+
+def full_cost(curve: pl.DataFrame) -> str:
+    """What verifying everything costs beside a quarter, or what of it one batch size's curve holds."""
+    few = curve.sort((pl.col("x") - 0.25).abs()).row(0, named=True)
+    most = curve.sort("x").row(-1, named=True)
+    if few["x"] == most["x"]:
+        return "Step time by the share of positions verified"
+    parts = [
+        name if abs(row["x"] - x) < 1e-9 else f"{share(row['x'])} of the positions"
+        for row, x, name in ((most, 1.0, "everything"), (few, 0.25, "a quarter"))
+    ]
+    return (
+        f"At batch {most['batch_size']} verifying {parts[0]} takes {most['value'] / few['value']:.2f} times "
+        f"as long as verifying {parts[1]}"
+    )
 
 
 def headlines(story: Story) -> list[str]:
@@ -298,9 +326,11 @@ def throughput(story: Story) -> Figure:
 
 def speedup(story: Story) -> Figure:
     diamonds = story.diamonds("published_speedup")
-    chart = charts.lines(story.points("speedup_vs_off"), story.palette, BATCH, FACTOR, diamonds, rule=1.0)
+    rule = None if "off" in story.palette else 1.0  # where off is drawn, its own line says it
+    chart = charts.lines(story.points("speedup_vs_off"), story.palette, BATCH, FACTOR, diamonds, rule)
     title = full_against_off(story) or "Speed-up over plain decoding"
-    note = "Throughput as a multiple of plain decoding. Below the dashed line, speculation loses."
+    line = "the dashed line" if rule else "off, plain decoding"
+    note = f"Throughput as a multiple of plain decoding. Below {line}, speculation loses."
     return Figure("speedup", CHOICE, title, _with(diamonds, note), chart)
 
 
@@ -381,15 +411,16 @@ def cost_curves(story: Story) -> Figure:
             drawn.append(curve.with_columns(source=pl.lit(result.source)))
     curves = pl.concat(drawn)
     sizes = sorted(set(curves["batch_size"]))
-    last = drawn[0].filter(batch_size=sizes[-1])
-    title = (
-        f"At batch {sizes[-1]} verifying everything takes {_at(last, 1) / _at(last, 0.25):.2f} times "
-        "as long as verifying a quarter"
-    )
+    title = full_cost(drawn[0].filter(batch_size=drawn[0]["batch_size"].max()))
     named = curves.with_columns(name=pl.format("batch {}", "batch_size"))
     chart = charts.lines(named, charts.ramp([f"batch {b}" for b in sizes]), KEPT, Axis("time of a step (ms)"))
-    note = "Time of the target's forward pass by the share of positions verified. Dots are measurements."
-    return Figure("cost", REASON, title, note, chart)
+    apart = all(len(result.cost.draft) for result in story.results)
+    what = "Time of the target's forward pass" if apart else "Step time"
+    hollow = "; hollow: steps of plain decoding" if curves["hollow"].any() else ""
+    own = [result for result in story.results if result.runs["cost"].has_nulls()]
+    sources = dict.fromkeys(str(r.meta["cost_source"]) for r in own if r.meta.get("cost_source"))
+    parts = [f"{what} by the share of positions verified", f"Dots: the cost table{hollow}", *sources]
+    return Figure("cost", REASON, title, ". ".join(parts) + ".", chart)
 
 
 def sensitivity(story: Story) -> Figure:
@@ -446,8 +477,8 @@ def kept_tokens(story: Story) -> Figure:
     if not isinstance(trace := story.trace(name), Trace):
         return Figure("retention", REASON, "Accepted tokens by budget", f"the replayed trace ({trace})")
     tokens = allocation(trace)
-    note = f"{name}: {_ALLOCATION}"
-    return Figure("retention", REASON, retention(tokens), note, _allocation(tokens))
+    title = retention(tokens) or "Tokens gained by budget"
+    return Figure("retention", REASON, title, f"{name}: {_gained(tokens)}", _allocation(tokens))
 
 
 def allocations(story: Story) -> Figure:
@@ -464,8 +495,16 @@ def allocations(story: Story) -> Figure:
         x="verify_tokens",
         value="accepted_tokens",
     )
-    note = f"{ALLOCATION_TRACE}, an easier data set: {_ALLOCATION} {_DIAMONDS}"
+    note = f"{ALLOCATION_TRACE}, an easier data set: {_gained(tokens)} {_DIAMONDS}"
     return Figure("allocation", REASON, ranking_gain(tokens), note, _allocation(tokens, rows))
+
+
+def _gained(tokens: pl.DataFrame) -> str:
+    requests = counted(int(tokens["num_verify_tokens"][0]), "request")  # the first row verifies anchors alone
+    return (
+        f"tokens that {requests} gain in a step when the same number of positions is verified in each alike "
+        "(uniform) or where the confidence is highest. Anchors and bonus tokens are counted."
+    )
 
 
 def _allocation(tokens: pl.DataFrame, diamonds: pl.DataFrame | None = None) -> charts.Chart:
@@ -481,11 +520,13 @@ def honesty(story: Story) -> Figure:
         return Figure("honesty", TRUST, "Confidence against acceptance", "the replayed trace, in its place")
     points = pl.concat([calibration(trace).with_columns(name=pl.lit(name)) for name, trace in found.items()])
     palette = dict(zip(found, [charts.FAMILIES["dcut"][0], *charts.OTHERS], strict=False))
-    first = points.filter(name=next(iter(found)))
-    title = (
-        f"Drafts scored above 0.9 are accepted in {share(_at(first, 1))} of cases, "
-        f"below 0.1 in {share(_at(first, 0))}"
-    )
+    accepted = dict(points.filter(name=next(iter(found))).select("bin", "value").iter_rows())
+    said = [
+        f"{share(accepted[at])} of the drafts scored {where}"
+        for at, where in ((9, "above 0.9"), (0, "below 0.1"))
+        if at in accepted
+    ]
+    title = f"Accepted: {several(said)}" if said else "Confidence against acceptance"
     note = "Share of drafts accepted by survival score. On the dashed line, scores are honest probabilities."
     chart = charts.lines(
         points,

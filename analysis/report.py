@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +20,14 @@ from dcut.errors import InputError, guard
 def report(paths: Sequence[str], out: str | None, png: str | None, progress: bool = False) -> None:
     """Write the report of results directories to the file `out` and its figures into the directory `png`.
 
-    Raises InputError on what is not a results directory and on what cannot be written; then nothing is
-    written at all.
+    Raises InputError on what is not a results directory and, before anything is drawn, on what cannot be
+    written; then nothing is written at all.
     """
+    for option, place in (("--out", out), ("--png", png)):
+        if place == "":
+            raise InputError(f"{option} '' names no place: give one")
+    for place in ([Path(out)] if out else []) + ([Path(png) / "figure.png"] if png else []):
+        _check_place(place)
     story = Story(load(paths))
     with tqdm(total=len(FIGURES) + 2, desc="report", leave=False, disable=None if progress else True) as bar:
         figures = []
@@ -76,14 +82,26 @@ def _rows(story: Story) -> list[dict[str, Any]]:
     ]
 
 
+def _check_place(file: Path) -> None:
+    """Raise InputError where a file cannot be written, or where something that is no file would be lost."""
+    if file.exists() and not file.is_file():
+        raise InputError(f"{file} exists and is not a file: give another name")
+    above = next(parent for parent in file.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from error
+
+
 def _write(files: dict[Path, bytes]) -> None:
     """Write all files or none: each under a temporary name first, then all renamed."""
+    for path in files:
+        _check_place(path)
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in files}
     made = dict.fromkeys(parent for path in files for parent in path.parents if not parent.exists())
     try:
         for path, part in parts.items():
-            if path.is_dir():
-                raise InputError(f"{path} is a directory: name a file")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 part.write_bytes(files[path])

@@ -83,25 +83,32 @@ def _load(path: Path, source: str) -> Results:
 
 
 def step_times(cost: CostTable, batch_sizes: Sequence[int], width: int) -> pl.DataFrame:
-    """Step time against keep ratio over the measured range: batch_size, x, value (ms), dot (measured).
+    """Step time against keep ratio over the measured range: batch_size, x, value (ms), dot, hollow.
 
+    dot: an entry of the table; hollow: an entry that is its step of plain decoding. A quarter of the
+    positions is among the points where it can be verified.
     width: positions of a request, D. batch_sizes: used where the table knows none of its own.
     """
+    plain = {int(batch): seconds for batch, seconds in cost.plain}
     own = cost.batch_sizes
     frames = []
     for row, batch in enumerate(batch_sizes if own is None else own.astype(int)):
         knots = cost.verify_tokens[0 if own is None else row]
         low, high = max(batch, int(knots[0])), min(int(knots[-1]), batch * width)
         every = max(1, (high - low) // 60)
-        tokens = np.union1d(np.arange(low, high + 1, every), knots[(knots >= low) & (knots <= high)])
-        seconds = cost.curve(batch, high)[tokens.astype(int)]
+        exact = [batch * width / 4] if batch * width % 4 == 0 else []
+        points = np.array([*range(low, high + 1, every), high, *exact, *knots])
+        tokens = np.unique(points[(points >= low) & (points <= high)])
+        seconds = np.array([cost.seconds(batch, n) for n in tokens])
+        dot = np.isin(tokens, knots)
         frames.append(
             pl.DataFrame(
                 {
                     "batch_size": np.full(len(tokens), batch),
                     "x": tokens / (batch * width),
                     "value": seconds * 1000,
-                    "dot": np.isin(tokens, knots),
+                    "dot": dot,
+                    "hollow": dot & (tokens == batch) & (seconds == plain.get(batch)),
                 }
             )
         )
@@ -145,7 +152,10 @@ def allocation(trace: Trace, batch_size: int = 32, num_batches: int = 400, seed:
 
 
 def calibration(trace: Trace, num_bins: int = 10) -> pl.DataFrame:
-    """Share of drafts accepted by survival score: x (mean score of a bin), value (share), num_drafts."""
+    """Share of drafts accepted by survival score: bin, x (mean score), value (share), num_drafts.
+
+    Bins without a draft are left out.
+    """
     rows = full_verification_rows(trace)
     scores = survival(trace.arrays.confidences[rows]).ravel()
     hits = (trace.arrays.num_accepted[rows, None] > np.arange(trace.draft_length)).ravel()

@@ -1,6 +1,7 @@
 """The report says what the runs say, stands beside the published figures, and loads nothing from anywhere."""
 
 import json
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import make_trace
 
-from analysis import charts, page, report
-from analysis.figures import FIGURES, Figure, Story, full_against_off, headlines, ranking_gain, retention
+from analysis import charts, figures, page, report
+from analysis.figures import (
+    FIGURES,
+    Figure,
+    Story,
+    cost_curves,
+    full_against_off,
+    full_cost,
+    headlines,
+    honesty,
+    ranking_gain,
+    retention,
+    speedup,
+)
 from analysis.results import PUBLISHED, Results, against_published, allocation, calibration, load, step_times
+from dcut.cost import CostTable, Sample
 from dcut.errors import guard
 from sim.replay import Config, replay
 from traces.store import open_trace
@@ -171,6 +185,87 @@ def test_sentences_are_computed_from_the_runs(results: Path) -> None:
     )
 
 
+def test_the_published_figure_stands_beside_the_predicted_one(results: Path) -> None:
+    text = full_against_off(Story(load([results])))
+    assert text
+    assert re.search(r"batch 64 .* of plain decoding \(published 42\N{NO-BREAK SPACE}%\); it is slower", text)
+
+
+@pytest.mark.parametrize(
+    ("draft_length", "said"),
+    [
+        (1, "Half of the positions, the most confident, keep {0.5} of full verification's tokens"),
+        (3, "Half of the positions, the most confident, keep {0.5} of .* tokens; a quarter keeps {0.25}"),
+        (4, None),
+        (5, "Half of the positions, the most confident, keep {0.5} of full verification's tokens"),
+    ],
+)
+def test_a_share_of_the_positions_is_named_only_where_it_exists(draft_length: int, said: str | None) -> None:
+    tokens = allocation(make_trace([40] * 8, draft_length), batch_size=4)
+    text = retention(tokens)
+    if said is None:
+        assert text is None
+        return
+    values = dict(tokens.filter(name="by confidence").select("x", "value").iter_rows())
+    for x in (0.5, 0.25):
+        if f"{{{x}}}" in said:
+            said = said.replace(f"{{{x}}}", f"{100 * values[x] / values[1.0]:.0f}\N{NO-BREAK SPACE}%")
+    assert text is not None
+    assert re.fullmatch(said, text)
+
+
+@pytest.mark.parametrize(
+    ("knots", "width", "said"),
+    [
+        ((1, 2, 4), 4, "verifying everything takes 4.00 times as long as verifying a quarter"),
+        ((2, 3), 6, "verifying 50 % of the positions takes 1.50 times as long as verifying 33 % of the pos"),
+        ((1, 2), 2, "verifying everything takes 2.00 times as long as verifying 50 % of the positions"),
+        ((1,), 4, "Step time by the share of positions verified"),
+    ],
+)
+def test_the_cost_title_names_what_the_table_holds(knots: tuple[int, ...], width: int, said: str) -> None:
+    cost = CostTable.from_samples([Sample("verify", 4, 4 * n, 0.01 * n) for n in knots])
+    text = full_cost(step_times(cost, [], width)).replace("\N{NO-BREAK SPACE}", " ")
+    assert said in text
+
+
+def test_empty_bins_of_confidence_are_not_spoken_of(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(load([results]))
+    bins = calibration(open_trace("h20-qwen3-8b"))
+    assert "scored above 0.9 and" in honesty(story).title
+    for gone, said in ((0, "scored above 0.9$"), (9, "^Accepted: [^ ]* of the drafts scored below 0.1$")):
+        left = bins.filter(pl.col("bin") != gone)
+        monkeypatch.setattr(figures, "calibration", lambda trace, left=left: left)
+        assert re.search(said, honesty(story).title)
+    monkeypatch.setattr(figures, "calibration", lambda trace: bins.filter(bin=5))
+    assert honesty(story).title == "Confidence against acceptance"
+
+
+def test_the_cost_figure_tells_measured_from_derived(results: Path) -> None:
+    figure = cost_curves(Story(load([results])))
+    assert figure.note.startswith(
+        "Step time by the share of positions verified. Dots: the cost table; hollow"
+    )
+    assert "draft included (whole steps); plain step times are batch size / published" in figure.note
+    trace = open_trace("h20-qwen3-8b")
+    assert trace.cost
+    curves = step_times(trace.cost, [], 16)
+    hollow = curves.filter("hollow")
+    assert hollow["x"].to_list() == [1 / 16] * 5
+    assert hollow["dot"].all()
+    seconds = [trace.cost.plain_seconds(batch) for batch in hollow["batch_size"]]
+    assert (hollow["value"] / 1000).to_list() == pytest.approx(seconds)
+
+
+def test_plain_decoding_is_one_line_in_the_speed_up_figure(results: Path) -> None:
+    with_off = made_up({("off", 4): 100, ("full", 4): 150}, results)
+    without = made_up({("full", 4): 150}, results)
+    assert "Below off, plain decoding, speculation loses" in speedup(with_off).note
+    assert '"rule"' not in json.dumps(speedup(with_off).chart.to_dict()["layer"])
+    assert "Below the dashed line, speculation loses" in speedup(without).note
+    assert '"rule"' in json.dumps(speedup(without).chart.to_dict()["layer"])
+
+
 def test_an_oracle_is_never_called_the_fastest(results: Path) -> None:
     story = made_up({("off", 4): 100, ("dcut", 4): 150, ("oracle", 4): 900}, results)
     assert headlines(story)[0] == "dcut is the fastest policy at every batch size"
@@ -181,7 +276,7 @@ def test_the_write_ups_sentences_come_out_of_the_demo(results: Path) -> None:
     full = int(re.findall(r"At batch 64 full verification runs at (\d+)", said)[0])
     assert full == pytest.approx(42, abs=3)
     assert "slower than plain decoding from batch 16" in said
-    half = int(re.findall(r"keep (\d+)", retention(allocation(open_trace("h20-qwen3-8b"))))[0])
+    half = int(re.findall(r"the most confident, keep (\d+)", said)[0])
     assert half == pytest.approx(95, abs=2)
     gains = re.findall(r"(\d+)\N{NO-BREAK SPACE}%", ranking_gain(allocation(open_trace("h20-allocation"))))
     assert all(20 <= int(gain) <= 25 for gain in gains)
@@ -322,7 +417,7 @@ def test_a_place_that_cannot_be_written_leaves_nothing_behind(
     capsys: pytest.CaptureFixture[str],
     option: str,
 ) -> None:
-    monkeypatch.setattr(report, "FIGURES", FIGURES[:1])
+    monkeypatch.setattr(report, "FIGURES", (lambda story: pytest.fail("the drawing started"),))
     (tmp_path / "file").write_text("mine")
     places = {"--out": str(tmp_path / "new" / "report.html"), "--png": str(tmp_path / "png")}
     places[option] = str(tmp_path / "file" / "below")
@@ -333,11 +428,29 @@ def test_a_place_that_cannot_be_written_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_directory_is_not_overwritten_by_a_page(
+def test_only_a_file_is_overwritten(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    page, pictures = tmp_path / "report.html", tmp_path / "png"
+    pictures.mkdir()
+    os.mkfifo(tmp_path / "fifo")  # as a device node is: neither a file nor a directory
+    os.mkfifo(pictures / "throughput.png")
+    for place in (tmp_path, tmp_path / "fifo"):
+        error = refused(capsys, run(monkeypatch, str(results), "--out", str(place)))
+        assert f"{place} exists and is not a file: give another name" in error
     monkeypatch.setattr(report, "FIGURES", FIGURES[:1])
-    assert "is a directory" in refused(capsys, run(monkeypatch, str(results), "--out", str(tmp_path)))
+    error = refused(capsys, run(monkeypatch, str(results), "--out", str(page), "--png", str(pictures)))
+    assert "throughput.png exists and is not a file" in error
+    assert (tmp_path / "fifo").is_fifo()
+    assert (pictures / "throughput.png").is_fifo()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["fifo", "png"]
+
+
+@pytest.mark.parametrize("option", ["--out", "--png"])
+def test_an_empty_name_is_refused(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert f"{option} '' names no place" in refused(capsys, run(monkeypatch, str(results), option, ""))
 
 
 def test_the_command_says_where_the_report_is(
