@@ -10,6 +10,7 @@ and the language reference. The pair as shipped used it, and the figures in READ
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -505,7 +506,7 @@ def train_drafter(name: str, recipe: Recipe, work: Path) -> None:
         return rollout_loss(drafter, target, batches(step), 1 if name == "draft" else 4)
 
     steps = getattr(recipe, f"{name}_steps")
-    fit(drafter, loss_of, steps, optimizers(drafter, 0.015, 1.5e-3), work / f"{name}.pt", name)
+    fit(drafter, loss_of, steps, optimizers(drafter, 0.02, 1.5e-3), work / f"{name}.pt", name)
     save_model(drafter, work / name, drafter_json(name, drafter_config(name)))
 
 
@@ -539,15 +540,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
     args.work.mkdir(parents=True, exist_ok=True)
-    pools = data.read_pools(False, args.documentation)
+    pools = functools.cache(lambda: data.read_pools(False, args.documentation))  # takes half a minute
     if not (args.work / "rows.npy").exists():
-        build_corpus(recipe, pools, args.work)
+        build_corpus(recipe, pools(), args.work)
     if not (args.work / "target" / "model.safetensors").exists():
-        train_target(recipe, pools, args.work, args.compile)
+        train_target(recipe, pools(), args.work, args.compile)
     if not (args.work / "prompts.jsonl").exists():
-        make_prompts(recipe, pools, data.read_pools(True, args.documentation), args.work)
+        make_prompts(recipe, pools(), data.read_pools(True, args.documentation), args.work)
     if not (args.work / "greedy.done").exists():
-        make_greedy(recipe, pools, args.work)
+        make_greedy(recipe, pools(), args.work)
         (args.work / "greedy.done").touch()
     for name in args.drafters:
         if not (args.work / name / "model.safetensors").exists():
