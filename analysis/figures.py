@@ -419,7 +419,11 @@ def cost_curves(story: Story) -> Figure:
     hollow = "; hollow: steps of plain decoding" if curves["hollow"].any() else ""
     own = [result for result in story.results if result.runs["cost"].has_nulls()]
     sources = dict.fromkeys(str(r.meta["cost_source"]) for r in own if r.meta.get("cost_source"))
-    parts = [f"{what} by the share of positions verified", f"Dots: the cost table{hollow}", *sources]
+    parts = [
+        f"{what} by the share of positions verified",
+        f"Dots: entries of the cost table{hollow}",
+        *sources,
+    ]
     return Figure("cost", REASON, title, ". ".join(parts) + ".", chart)
 
 

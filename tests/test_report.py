@@ -244,7 +244,7 @@ def test_empty_bins_of_confidence_are_not_spoken_of(results: Path, monkeypatch: 
 def test_the_cost_figure_tells_measured_from_derived(results: Path) -> None:
     figure = cost_curves(Story(load([results])))
     assert figure.note.startswith(
-        "Step time by the share of positions verified. Dots: the cost table; hollow"
+        "Step time by the share of positions verified. Dots: entries of the cost table; "
     )
     assert "draft included (whole steps); plain step times are batch size / published" in figure.note
     trace = open_trace("h20-qwen3-8b")
