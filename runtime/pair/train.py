@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -320,10 +321,12 @@ def make_greedy(recipe: Recipe, pools: data.Pools, work: Path) -> None:
     tokenizer = Tokenizer.from_file(str(work / "target" / "tokenizer.json"))
     path, batch, rng = work / "greedy.jsonl", 100, Random(recipe.seed + 1)
     done = path.read_text().count("\n") if path.exists() else 0
+    held_out = {json.loads(line)["prompt"] for line in (work / "prompts.jsonl").read_text().splitlines()}
     turns = [domain for _ in range(0, recipe.greedy_each, batch) for domain in data.DOMAINS]
     with path.open("a") as file:
         for turn, domain in enumerate(tqdm(turns, "greedy text")):
-            drawn = [data.sample(domain, pools, rng).prompt for _ in range(batch)]
+            fresh = (data.sample(domain, pools, rng).prompt for _ in itertools.count())
+            drawn = list(itertools.islice((prompt for prompt in fresh if prompt not in held_out), batch))
             if turn * batch < done:
                 continue
             asked = encode_prompts(tokenizer, drawn)
