@@ -19,10 +19,11 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from dcut.errors import InputError
-from dcut.policies import parse_policy
+from dcut.policies import DCut, parse_policy
 from dcut.runtime.serve import Config
 from runtime.drafter import open_drafter
 from runtime.engine import Engine
+from runtime.engine import Request as EngineRequest
 from runtime.models import read_config
 from runtime.pair import weights
 from runtime.profiler import cached_profile
@@ -442,7 +443,12 @@ def build(config: Config, directory: Path, codec: Codec) -> tuple[Engine, Record
     prompts = [prompt.tokens for prompt in read_prompts(weights.PROMPTS, codec)]
     context = min(PROFILED_CONTEXT, max_context // 2)
     measured = cached_profile(verifier, drafter, prompts, context, budget_s=config.profile_s, progress=True)
-    engine = Engine(verifier, drafter, parse_policy(config.policy), measured.cost, config.max_batch_size)
+    engine = Engine(verifier, drafter, DCut(), measured.cost, config.max_batch_size)
+    # What compiles at its first use does so now, whether the profile was measured or found in the cache.
+    engine.add(EngineRequest(0, prompts[0][:8], max_tokens=2))
+    while engine.step():
+        pass
+    engine.policy = parse_policy(config.policy)
     recorder = None
     if config.record:
         alone = open_drafter(spec, verifier.model, SLOTS + 1, max_context + drafter.draft_length)
