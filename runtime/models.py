@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -275,7 +275,8 @@ class DFlash(nn.Module):
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """features [*tokens, taps * hidden], positions [*tokens] -> k, v [*tokens, kv_heads, dim] of each."""
         fused, rotary = self.hidden_norm(self.fc(features)), self.rotary(positions)
-        return [layer.self_attn.key_value(fused, rotary) for layer in self.layers]
+        layers = cast(list[DecoderLayer], self.layers)
+        return [layer.self_attn.key_value(fused, rotary) for layer in layers]
 
     def block(self, anchors: Tensor) -> Tensor:
         """anchors [*blocks] -> ids [*blocks, block_size]: the anchor, then masks."""

@@ -242,7 +242,7 @@ def main() -> None:
     )
     parser.add_argument("--weights", type=Path, default=weights.HERE / "weights", help="folder of the models")
     parser.add_argument("--prompts", type=Path, default=weights.PROMPTS)
-    parser.add_argument("--drafters", nargs="*", default=DRAFTERS)
+    parser.add_argument("--drafters", nargs="*", default=DRAFTERS, help="the others keep their figures")
     parser.add_argument("--limit", type=int, help="prompts per domain (default: all)")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
@@ -253,10 +253,13 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.weights / "target" / "tokenizer.json"))
     answers = answer(target, tokenizer, read_prompts(args.prompts, args.limit), args.max_tokens)
     figures = {"max_tokens": args.max_tokens, "target": describe_target(answers), "drafters": {}}
+    if not args.dry_run and FIGURES.exists():
+        figures["drafters"] = json.loads(FIGURES.read_text())["drafters"]
     for name in args.drafters:
         drafter = load_drafter(args.weights / name, target)
         draft_length = drafter.config.draft_length if isinstance(drafter, DFlash) else 7
         figures["drafters"][name] = measure(draft(drafter, target, answers, draft_length))
+    figures["drafters"] = {name: of for name in DRAFTERS if (of := figures["drafters"].get(name))}
     print(tables(figures))
     if not args.dry_run:
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")

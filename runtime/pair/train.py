@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,7 +28,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from runtime.models import MTP, CausalLM, DFlash, Eagle3, ModelConfig, causal, load_target, save_model
+from runtime.models import (
+    MTP,
+    CausalLM,
+    DecoderLayer,
+    DFlash,
+    Drafter,
+    Eagle3,
+    ModelConfig,
+    causal,
+    load_target,
+    save_model,
+)
 from runtime.pair import data, weights
 from runtime.pair.dense import block_logits, distinct_4grams, generate, pad, rollout_logits
 
@@ -464,7 +476,7 @@ def drafter_json(name: str, config: ModelConfig) -> dict[str, object]:
     }
 
 
-def warm_start(name: str, target: CausalLM, work: Path) -> nn.Module:
+def warm_start(name: str, target: CausalLM, work: Path) -> Drafter:
     """A drafter that begins with the target's last layers and passes the last feature straight on."""
     config = drafter_config(name)
     size, model = config.hidden_size, target.model
@@ -476,7 +488,7 @@ def warm_start(name: str, target: CausalLM, work: Path) -> nn.Module:
         drafter = Eagle3(config)
         initialize(drafter)
         drafter.lm_head.load_state_dict(target.lm_head.state_dict())
-        drafter.midlayer.mlp.load_state_dict(model.layers[-1].mlp.state_dict())
+        drafter.midlayer.mlp.load_state_dict(cast(DecoderLayer, model.layers[-1]).mlp.state_dict())
         fc, layers = drafter.fc, []
     elif name == "mtp":
         drafter = MTP(config, target.lm_head)
@@ -500,11 +512,11 @@ def train_drafter(name: str, recipe: Recipe, work: Path) -> None:
     torch.manual_seed(recipe.seed)
     target = load_target(work / "target").requires_grad_(False)
     drafter = warm_start(name, target, work)
-    blocks = name.startswith("dflash")
-    batches = Batches(work, target, 8 if blocks else 12, drafter.taps if hasattr(drafter, "taps") else ())
+    taps = () if isinstance(drafter, CausalLM) else drafter.taps
+    batches = Batches(work, target, 8 if isinstance(drafter, DFlash) else 12, taps)
 
     def loss_of(step: int) -> Tensor:
-        if blocks:
+        if isinstance(drafter, DFlash):
             return block_loss(drafter, target, batches(step), 32 * 16 // drafter.config.block_size)
         return rollout_loss(drafter, target, batches(step), 1 if name == "draft" else 4)
 
