@@ -14,7 +14,7 @@ from runtime.graphs import Graphs, Shape, powers_of_two
 from runtime.kv_cache import DeviceRows, GridCache, KVCache, Rows, make_cache
 from runtime.models import MTP, CausalLM, DFlash, Eagle3, load_drafter
 
-MOST_PENDING = 4096  # rows of target output that wait for the drafter before it takes them in unasked
+MOST_WAITING = 2**28  # bytes of target output that wait for the drafter before it takes them in unasked
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class Seen:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of hidden states and features."""
+        return self.hidden.nbytes + (0 if self.features is None else self.features.nbytes)
 
     def take(self, index: np.ndarray) -> "Seen":
         """The rows that `index` names, in its order."""
@@ -143,6 +148,8 @@ class _ModelDrafter:
         room = max_tokens + draft_length + 1
         self.cache: KVCache = make_cache(model.config, num_slots, room, weight.device, weight.dtype, padded)
         self.waiting: list[Seen] = []
+        self.waiting_bytes = 0
+        self.released: dict[int, int] = {}  # slot -> how many parts then waited; its rows in them are void
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -150,20 +157,30 @@ class _ModelDrafter:
 
     def observe(self, seen: Seen) -> None:
         self.waiting.append(seen)
-        if sum(map(len, self.waiting)) > MOST_PENDING:
+        self.waiting_bytes += seen.nbytes
+        if self.waiting_bytes > MOST_WAITING:
             self.catch_up()
 
+    def catch_up(self) -> None:
+        waiting, released = self.waiting, self.released
+        self.waiting, self.waiting_bytes, self.released = [], 0, {}
+        if not waiting:
+            return
+        seen = Seen.join(waiting)
+        if released:
+            part = np.repeat(np.arange(len(waiting)), [len(part) for part in waiting])
+            first = np.zeros(self.cache.num_slots, np.int64)
+            first[list(released)] = list(released.values())
+            seen = seen.take(np.flatnonzero(part >= first[seen.slots]))
+        if len(seen):
+            self._take_in(seen)
+
     def release(self, slot: int) -> None:
-        self.waiting = [seen.take(np.flatnonzero(seen.slots != slot)) for seen in self.waiting]
+        self.released[slot] = len(self.waiting)
 
     def fork(self, source: int, slots: np.ndarray, length: int) -> None:
         self.catch_up()
         self.cache.copy(source, slots, length)
-
-    def catch_up(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        if sum(map(len, waiting)):
-            self._take_in(Seen.join(waiting))
 
     def _take_in(self, seen: Seen) -> None:
         raise NotImplementedError

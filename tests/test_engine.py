@@ -17,6 +17,7 @@ from dcut.cost import CostTable, Sample
 from dcut.errors import InputError
 from dcut.policies import BudgetPolicy, Full, parse_policy
 from dcut.selector import Selection
+from runtime import drafter as drafter_module
 from runtime import engine as engine_module
 from runtime.drafter import Drafter, Drafts
 from runtime.engine import Engine, Request
@@ -124,6 +125,29 @@ def test_plain_steps_leave_the_drafter_alone_and_it_catches_up() -> None:
         r.request_id: verifier.say(r.prompt, r.max_tokens) for r in asked
     }
     assert drafter.num_calls == -(-policy.num_steps // 2)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "draft"])
+@pytest.mark.parametrize("most_waiting", [0, 2**30])
+def test_slots_that_changed_hands_while_the_drafter_rested_hold_the_newer_text(
+    kind: str, most_waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_module, "MOST_WAITING", most_waiting)
+    verifier, drafter = tiny_pair(kind)
+    engine = Engine(verifier, drafter, parse_policy("off"), COST, 2)
+    serve(engine, requests(7, 17, seed=6))
+    late = Request(9, [3, 8, 2, 2], 9)
+    engine.policy = parse_policy("full")
+    engine.add(late)
+    engine.step()
+    fresh_verifier, fresh = tiny_pair(kind)
+    other = Engine(fresh_verifier, fresh, parse_policy("full"), COST, 2)
+    other.add(late)
+    other.step()
+    place = np.array([engine.batch[0].slot]), np.array([4]), np.array([engine.batch[0].output[0]])
+    drafts, expected = drafter.draft(*place, 4), fresh.draft(*place, 4)
+    np.testing.assert_array_equal(drafts.tokens, expected.tokens)
+    np.testing.assert_allclose(drafts.confidences, expected.confidences, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp", "draft", "ngram"])
