@@ -38,7 +38,9 @@ class CostTable:
     knot and the batch up to the next row (a staircase). Above it the step runs without a graph: the time is
     interpolated among the knots beyond alone, so the cliff at the largest graph stays a cliff.
 
-    Draft and plain times are separate and interpolated over the batch size. `context_token_s` adds seconds
+    Draft and plain times are separate and interpolated over the batch size. Where the drafter can also be
+    asked for fewer drafts than its longest, `draft_lengths` holds those numbers, rising, and the share of
+    the time that each takes. `context_token_s` adds seconds
     for each context token beyond `context_per_request * batch_size`.
 
     A step with prompt tokens takes `prefill_s` longer, `prefill_token_s` for each of them, and
@@ -51,6 +53,7 @@ class CostTable:
     batch_sizes: np.ndarray | None = None  # float64 [rows], increasing; None: tokens alone decide
     draft: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # [n, 2] batch size, seconds
     plain: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))  # [n, 2] batch size, seconds
+    draft_lengths: tuple[tuple[int, float], ...] = ()  # drafts, share of the longest's time
     max_graph_tokens: int = 0  # 0: no graphs, interpolate everywhere
     context_token_s: float = 0.0
     context_per_request: float = 0.0
@@ -105,9 +108,13 @@ class CostTable:
             raise InputError(self._outside(code, batch_size, tokens))
         return values
 
-    def draft_seconds(self, batch_size: int, extrapolate: bool = False) -> float:
-        """Time of the drafter for one step, seconds; 0 where the table holds no draft times."""
-        return self._line("draft", self.draft, batch_size, extrapolate) if len(self.draft) else 0.0
+    def draft_seconds(self, batch_size: int, extrapolate: bool = False, drafts: int | None = None) -> float:
+        """Time of the drafter for one step, seconds; 0 where the table holds no draft times.
+
+        drafts: how many it is asked for; less time only where they are among `draft_lengths`.
+        """
+        longest = self._line("draft", self.draft, batch_size, extrapolate) if len(self.draft) else 0.0
+        return longest * next((share for length, share in self.draft_lengths if length == drafts), 1.0)
 
     def plain_seconds(
         self,
@@ -178,7 +185,9 @@ class CostTable:
     # ---- building ---------------------------------------------------------------------------------------
 
     @classmethod
-    def from_samples(cls, samples: Iterable[Sample], **options: Any) -> "CostTable":
+    def from_samples(
+        cls, samples: Iterable[Sample], draft_lengths: Iterable[tuple[int, float]] = (), **options: Any
+    ) -> "CostTable":
         """Build a table from measured samples; repeated measurements of one point are taken at their median.
 
         Where plain times are given and a row's smallest measurement has more than one token a request, the
@@ -228,7 +237,16 @@ class CostTable:
         for name, value in options.items():
             if isinstance(value, bool) or not (isinstance(value, float | int) and 0 <= value <= _MOST):
                 raise InputError(f"{name} is {value!r}; it must be a number of at least 0")
-        return cls(**_grid(rows), draft=lines["draft"], plain=lines["plain"], **options)
+        lengths = tuple((length, float(share)) for length, share in draft_lengths)
+        numbers = [length for length, _ in lengths]
+        if numbers != sorted(set(numbers)) or not all(n >= 1 and 0 < share <= 1 for n, share in lengths):
+            raise InputError(
+                f"draft_lengths are {list(lengths)}; they must be rising numbers of drafts from 1, "
+                "each with the share in (0, 1] of the longest's time"
+            )
+        return cls(
+            **_grid(rows), draft=lines["draft"], plain=lines["plain"], draft_lengths=lengths, **options
+        )
 
     # ---- files ------------------------------------------------------------------------------------------
 
@@ -297,10 +315,11 @@ class CostTable:
                     row if kind == "verify" else (row[0], None, row[1]) for row in data.get(kind, [])
                 )
             ]
+            lengths = [(int(length), float(share)) for length, share in data.get("draft_lengths", [])]
             options = {name: data[name] for name in _OPTIONS if name in data}
         except (TypeError, ValueError, IndexError) as error:
             raise InputError(f"a cost table's entries are malformed: {error}") from error
-        return cls.from_samples(samples, **options)
+        return cls.from_samples(samples, lengths, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """The table as plain values: verify rows [batch size, tokens, seconds], draft and plain points."""
@@ -314,6 +333,7 @@ class CostTable:
             ],
             "draft": [[int(b), float(s)] for b, s in self.draft],
             "plain": [[int(b), float(s)] for b, s in self.plain],
+            "draft_lengths": [list(pair) for pair in self.draft_lengths],
             **{name: getattr(self, name) for name in _OPTIONS},
         }
 

@@ -1,6 +1,7 @@
 """dcut-plus: the budget that brings the most tokens over time, drafting or not, learnt as it runs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -48,7 +49,7 @@ def budgets_on(cost: CostTable, batch_size: int, drafts: int) -> Budgets:
     edges = np.flatnonzero(np.append(seconds[1:] != seconds[:-1], True))
     if len(edges) > _MOST_BUDGETS:
         edges = edges[np.unique(np.linspace(0, len(edges) - 1, _MOST_BUDGETS).astype(np.int64))]
-    total = seconds[edges] + cost.draft_seconds(batch_size, extrapolate=True)
+    total = seconds[edges] + cost.draft_seconds(batch_size, extrapolate=True, drafts=drafts)
     return Budgets(edges, total, (_NUM_BINS * np.sqrt(edges / (most + 1))).astype(np.int64))
 
 
@@ -102,38 +103,70 @@ class _Clock:
         self._excess *= 0.9
 
 
-class _Size:
-    """What was learnt at about one batch size: step times, and what drafting brings against not drafting."""
+class _Length:
+    """What asking the drafter for one number of drafts has brought lately, against plain decoding."""
 
     def __init__(self, gain: float) -> None:
         self.clock = _Clock()
-        self.plain_factor = 1.0  # by which plain steps take longer than the cost table says
-        self.idle = 0  # plain steps since the last that drafted
+        self.idle = 0  # steps since it was last asked for
         self._tokens, self._plain_tokens = gain, 1.0  # a request's, fading: come, and by plain decoding
         self._last = 1.0  # of `_plain_tokens`, the newest part
+        self._new = 16  # request-steps still to try before it can be judged
 
     @property
     def gain(self) -> float:
-        """Tokens that drafting has brought lately over those of plain decoding in the same time."""
+        """Tokens that it brought over those of plain decoding in the same time."""
         return self._tokens / self._plain_tokens
 
     def add(self, tokens: float, plain_tokens: float, batch_size: int) -> None:
-        """Count one drafted step by its tokens a request; older ones fade over 32 steps or more."""
-        fade = math.exp(-(1 + self.idle) / (32 + 256 / batch_size))
+        """Count one step by its tokens a request. Older ones fade over 32 steps or more; steps elsewhere
+        count as an eighth of one, so that a lucky look does not stand alone."""
+        fade = math.exp(-(1 + self.idle / 8) / (32 + 256 / batch_size))
         self._tokens = fade * self._tokens + tokens
         self._plain_tokens = fade * self._plain_tokens + plain_tokens
         self._last, self.idle = plain_tokens, 0
+        self._new = max(0, self._new - batch_size)
+
+    def due(self, best: float) -> bool:
+        """Whether one more look costs little enough by now, where gaining `best` is given up for it."""
+        self.idle += 1
+        return self._new > 0 or self.idle * _PROBE_SHARE >= max(best - self.gain, _MIN_GAIN) * self._last
+
+
+class _Size:
+    """What was learnt at about one batch size: how long plain steps take, and what each length brings."""
+
+    def __init__(self, gain: float) -> None:
+        self.plain_factor = 1.0  # by which plain steps take longer than the cost table says
+        self.lengths: dict[int, _Length] = {}
+        self.best = max(gain, 1.0)  # gain of the present choice
+        self._gain = gain
+        self._chosen = -1  # length; 0 is plain decoding, -1 none yet
 
     def add_plain(self, measured_over_believed: float) -> None:
         """Count one plain step."""
         self.plain_factor += 0.1 * (min(max(measured_over_believed, 0.5), 2.0) - self.plain_factor)
 
-    def drafts(self) -> bool:
-        """Whether to draft now: while it pays, and else for a look when that has become cheap enough."""
-        if self.gain >= (1.0 + _MIN_GAIN if self.idle else 1.0 - _MIN_GAIN):
-            return True
-        self.idle += 1
-        return self.idle * _PROBE_SHARE >= max(1.0 - self.gain, _MIN_GAIN) * self._last
+    def length(self, drafts: int) -> _Length:
+        """What is known of that many drafts; at first that they gain like the nearest batch size's."""
+        found = self.lengths.get(drafts)
+        if found is None:
+            found = self.lengths[drafts] = _Length(self._gain)
+        return found
+
+    def choose(self, lengths: Sequence[int]) -> int:
+        """The number of drafts to ask for: what brought most lately, now and then another for a look."""
+        if self._chosen < 0:
+            self._chosen = lengths[-1]
+        gains = {0: 1.0} | {drafts: self.length(drafts).gain for drafts in lengths}
+        better = max(gains, key=gains.__getitem__)
+        if gains[better] > gains.get(self._chosen, 0.0) + _MIN_GAIN:
+            self._chosen = better
+        self.best = max(gains[better], 1.0)
+        for drafts in lengths:
+            if drafts != self._chosen and self.lengths[drafts].due(self.best):
+                return drafts
+        return self._chosen
 
 
 @dataclass
@@ -145,8 +178,9 @@ class Plus(BudgetPolicy):
       lately. The best of each step at that price is the best rate over time (fractional programming,
       Dinkelbach 1967), which the best ratio of each single step is not.
     - Step times start from the cost table and are corrected by those measured while serving.
-    - Not drafting saves the drafter as well. It is chosen while drafting brings less than plain decoding in
-      the same time; drafting is then tried again now and then, for at most 0.2 % of the tokens.
+    - Not drafting saves the drafter as well, and a drafter with several lengths (`cost.draft_lengths`) may be
+      asked for fewer. The choice is what brought most tokens for its time lately; the others are tried again
+      now and then, each for at most 0.2 % of the tokens.
     - Where decisions lag, the budget follows the last 64 or so request-steps rather than one old step.
     Without a cost table it verifies everything.
     """
@@ -156,7 +190,7 @@ class Plus(BudgetPolicy):
     def __post_init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
         self._prices: dict[tuple[int, int], tuple[int, np.ndarray]] = {}  # corrected seconds of all budgets
-        self._calibration: OnlineCalibration | None = None  # made when the number of drafts is known
+        self._calibrations: dict[int, OnlineCalibration] = {}  # by number of drafts
         self._recent: np.ndarray | None = None  # histogram of survival of recent steps, where decisions lag
         self._came, self._promised = 512.0, 512.0  # tokens that came, and that were expected; they fade
         # The step under way:
@@ -174,7 +208,9 @@ class Plus(BudgetPolicy):
         return type(self)()
 
     def draft_length(self, batch_size: int, longest: int, cost: CostTable | None = None) -> int:
-        return longest if cost is None or self._size(batch_size).drafts() else 0
+        if cost is None:
+            return longest
+        return self._size(batch_size).choose(_lengths(cost, longest))
 
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
@@ -208,20 +244,20 @@ class Plus(BudgetPolicy):
             return Selection(keep_depth, batch, 0, float(batch))
         if not (confidences.dtype == np.float32 and confidences.flags.c_contiguous):
             confidences = check_confidences(confidences)
-        calibration = self._calibration
-        if calibration is None or len(calibration.tilt) != drafts:
-            calibration = self._calibration = OnlineCalibration(drafts)
-            self._recent = None
+        calibration = self._calibrations.get(drafts)
+        if calibration is None:
+            calibration = self._calibrations[drafts] = OnlineCalibration(drafts)
         if cost is None:
             budgets, seconds, price, stretch = _everything(confidences.size), _ONE, 0.0, 1.0
         else:
             budgets, size = budgets_on(cost, batch, drafts), self._size(batch)
+            clock = size.length(drafts).clock
             version, seconds = self._prices.get((batch, drafts), (-1, budgets.seconds))
-            if version != size.clock.version:
-                seconds = budgets.seconds * size.clock.factor[budgets.bins]
-                self._prices[batch, drafts] = size.clock.version, seconds
-            price = max(size.gain, 1.0) * batch / (self._plain_s * size.plain_factor)
-            stretch = size.clock.stretch()
+            if version != clock.version:
+                seconds = budgets.seconds * clock.factor[budgets.bins]
+                self._prices[batch, drafts] = clock.version, seconds
+            price = size.best * batch / (self._plain_s * size.plain_factor)
+            stretch = clock.stretch()
         recent = _NOTHING if stale is None else self._remembered(stale, calibration)
         chosen, worth = _admit(
             confidences,
@@ -259,18 +295,20 @@ class Plus(BudgetPolicy):
         if self._drafted is None:
             size.add_plain(seconds / self._plain_s)
             return
-        size.clock.add(self._bin, seconds / self._believed_s)
+        length = size.length(self._drafted.shape[1])
+        length.clock.add(self._bin, seconds / self._believed_s)
         self._came += batch + int(num_accepted.sum())
         self._promised += self._expected
         honest = self._came / self._promised
         fade = math.exp(-batch / 8192)
         self._came, self._promised = self._came * fade, self._promised * fade
-        size.add(honest * self._expected / batch, seconds / (self._plain_s * size.plain_factor), batch)
+        plain_s = self._plain_s * size.plain_factor
+        length.add(honest * self._expected / batch, seconds / plain_s, batch)
         self._learn(keep_depth, num_accepted)
 
     def _learn(self, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:
-        if self._calibration is not None and self._drafted is not None:
-            self._calibration.observe(self._drafted, keep_depth, num_accepted)
+        if self._drafted is not None:
+            self._calibrations[self._drafted.shape[1]].observe(self._drafted, keep_depth, num_accepted)
 
     def _size(self, batch_size: int) -> _Size:
         """What was learnt at about this batch size, two sizes an octave; a new one gains like the nearest."""
@@ -278,7 +316,7 @@ class Plus(BudgetPolicy):
         size = self._sizes.get(at)
         if size is None:
             nearest = min(self._sizes, key=lambda other: abs(other - at), default=None)
-            size = self._sizes[at] = _Size(1.0 if nearest is None else self._sizes[nearest].gain)
+            size = self._sizes[at] = _Size(1.0 if nearest is None else self._sizes[nearest].best)
         return size
 
 
@@ -305,6 +343,12 @@ class Oracle(OracleSurvival):
     """dcut-plus that is told which drafts will be accepted: an upper bound for every policy."""
 
     sees: ClassVar[Sees] = "num_accepted"
+
+
+@lru_cache(maxsize=256)
+def _lengths(cost: CostTable, longest: int) -> tuple[int, ...]:
+    """The numbers of drafts that the drafter can be asked for, rising."""
+    return (*(length for length, _ in cost.draft_lengths if length < longest), longest)
 
 
 @lru_cache(maxsize=4096)
@@ -404,7 +448,7 @@ def _admit(
     else:
         chosen = _best(histogram, budgets, seconds, price)
     if stretch != 1.0:
-        beside = min(np.searchsorted(budgets, budgets[chosen] * stretch), len(budgets) - 1)
+        beside = min(int(np.searchsorted(budgets, budgets[chosen] * stretch)), len(budgets) - 1)
         if beside == chosen:
             beside += 1 if stretch > 1.0 else -1
         chosen = min(max(beside, 0), len(budgets) - 1)

@@ -352,6 +352,9 @@ def length_seconds(cost: CostTable, batch_size: int, longest: int) -> np.ndarray
     """A step's seconds with 0..longest drafts verified of every request; 0 is a plain step."""
     every = step_seconds(cost, batch_size, longest)[::batch_size].copy()
     every[0] = cost.plain_seconds(batch_size, extrapolate=True)
+    dearest = cost.draft_seconds(batch_size, extrapolate=True)
+    for k in range(1, longest):
+        every[k] -= dearest - cost.draft_seconds(batch_size, extrapolate=True, drafts=k)
     return every
 
 

@@ -151,7 +151,7 @@ class Engine:
         self.accepted = np.zeros(batch_size, np.int64)
         self.tally = np.zeros((2, 2, self.draft_length + 1), np.int64)  # steady or not, kept or accepted
         self._drafts: dict[tuple[int, int], np.ndarray] = {}
-        self._prices: dict[tuple[int, int, bool], tuple[float, float]] = {}
+        self._prices: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def run(self, progress: Callable[[int], object] = lambda num_admitted: None) -> Run:
         """Serve every request; `progress` is told now and then how many more were admitted.
@@ -241,7 +241,7 @@ class Engine:
     ) -> tuple[float, float]:
         """Seconds of the drafter and of the target in this step; no draft asked for is a plain step."""
         batch, width = confidences.shape
-        key = batch, selection.num_verify_tokens, width > 0
+        key = batch, selection.num_verify_tokens, width
         price = self._prices.get(key)
         if price is None:
             price = self._prices[key] = self._price(*key)
@@ -252,16 +252,16 @@ class Engine:
         self,
         batch: int,
         num_verify_tokens: int,
-        drafted: bool,
+        drafts: int,
         prefill_tokens: int = 0,
         prefill_pairs: float = 0.0,
     ) -> tuple[float, float]:
         """Seconds of drafter and target at the context as measured; outside the range only in the tail."""
         tail, prefill = batch < self.batch_size, (prefill_tokens, prefill_pairs)
-        if not drafted:
+        if not drafts:
             return 0.0, self.cost.plain_seconds(batch, None, *prefill, extrapolate=tail)
         return (
-            self.cost.draft_seconds(batch, extrapolate=tail),
+            self.cost.draft_seconds(batch, extrapolate=tail, drafts=drafts),
             self.cost.seconds(batch, num_verify_tokens, None, *prefill, extrapolate=tail),
         )
 

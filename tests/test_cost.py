@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from dcut.cost import CostTable, Sample
 from dcut.errors import InputError
 
 
-def table(**options: float) -> CostTable:
+def table(**options: Any) -> CostTable:
     """Batch 4 and 8, 2 and 4 tokens a request, with draft and plain times."""
     verify = {(4, 8): 10.0, (4, 16): 12.0, (8, 16): 14.0, (8, 32): 22.0}
     samples = [Sample("verify", b, n, s) for (b, n), s in verify.items()]
@@ -198,3 +199,15 @@ def test_a_bad_json_is_refused_by_file_and_cause(tmp_path: Path, text: str, mess
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         CostTable.load(path)
+
+
+def test_fewer_drafts_take_their_share_of_the_drafter_s_time_and_survive_the_file(tmp_path: Path) -> None:
+    samples = [Sample("verify", 4, 4 * k, 1.0 + k) for k in (1, 8)] + [Sample("draft", 4, None, 2.0)]
+    table = CostTable.from_samples(samples, [(1, 0.25), (3, 0.5)])
+    table.save(tmp_path / "cost.json")
+    for read in (table, CostTable.load(tmp_path / "cost.json")):
+        assert [read.draft_seconds(4, drafts=n) for n in (1, 3, 7)] == [0.5, 1.0, 2.0]
+        assert read.draft_seconds(4) == 2.0
+    for wrong in ([(3, 0.5), (1, 0.25)], [(0, 0.5)], [(2, 1.5)]):
+        with pytest.raises(InputError, match="rising numbers of drafts from 1"):
+            CostTable.from_samples(samples, wrong)

@@ -60,7 +60,8 @@ class Bench:
             accepted = np.minimum(hits, chosen.keep_depth)
             seconds = self.cost.plain_seconds(batch)
             if asked:
-                seconds = self.cost.seconds(batch, chosen.num_verify_tokens) + self.cost.draft_seconds(batch)
+                seconds = self.cost.seconds(batch, chosen.num_verify_tokens)
+                seconds += self.cost.draft_seconds(batch, drafts=asked)
             self.policy.observe(chosen.keep_depth, accepted, seconds)
             self.tokens += batch + int(accepted.sum())
             self.seconds += seconds
@@ -121,6 +122,28 @@ def test_it_comes_back_when_drafting_pays_again() -> None:
     easy = Bench(policy, cost, seed=1).serve(1500, batch=8, quality=2.5)
     assert easy.drafted > 1200
     assert easy.rate >= 0.97 * Bench(Plus(), cost, seed=1).serve(1500, batch=8, quality=2.5).rate
+
+
+class OfOneLength(Plus):
+    """dcut-plus that always asks for as many drafts."""
+
+    length = 15
+
+    def draft_length(self, batch_size: int, longest: int, cost: CostTable | None = None) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(("batch", "quality"), [(1, 2.0), (4, 0.5), (16, -0.5), (32, 2.5)])
+def test_it_asks_an_autoregressive_drafter_for_the_length_that_pays_most(batch: int, quality: float) -> None:
+    cost = replace(line(draft=12.0), draft_lengths=((1, 1 / 15), (2, 2 / 15), (4, 4 / 15), (8, 8 / 15)))
+    rates = {0: batch / cost.plain_seconds(batch)}
+    for length in (1, 2, 4, 8, 15):
+        policy = OfOneLength()
+        policy.length = length
+        rates[length] = Bench(policy, cost).serve(1000, batch, quality).rate
+    ours = Bench(Plus(), cost).serve(3000, batch, quality).rate
+    assert max(rates.values()) > 1.05 * rates[15]
+    assert ours >= 0.97 * max(rates.values())
 
 
 def test_it_corrects_a_cost_table_by_the_times_that_it_measures() -> None:
