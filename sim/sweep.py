@@ -129,7 +129,7 @@ def sweep(config: Config, progress: bool = False) -> list[dict[str, Any]]:
         unit=" cells",
         disable=None if progress else True,  # None: hidden unless stderr is a terminal
     ) as bar:
-        for cell, row in _computed(todo, config):
+        for cell, row in compute(todo, config):
             _write(out / CELLS / place(cell), pl.DataFrame([row]))
             bar.update()
     rows = [pl.read_parquet(out / CELLS / place(cell)).row(0, named=True) for cell in cells]
@@ -188,7 +188,7 @@ def _opened(name: str, seed: int) -> Trace:
 # ---- workers --------------------------------------------------------------------------------------------
 
 
-def _computed(cells: Sequence[Cell], config: Config) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def compute(cells: Sequence[Cell], config: Config) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Every cell with its row, in the order in which they are ready."""
     workers = min(config.workers or len(os.sched_getaffinity(0)), max(1, len(cells)))
     if config.ray is not None:
