@@ -326,11 +326,13 @@ def _check_positive(name: str, value: float) -> None:
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The value of an option that is a whole number; InputError where it is not, or below `least`."""
+    """The value of an option that is a whole number; InputError where it is not, or below `least` or huge."""
     try:
         value = int(text)
     except ValueError:
         value = least - 1
     if value < least:
         raise InputError(f"{name} {text!r} is not a whole number of at least {least}")
+    if value >= 2**63:
+        raise InputError(f"{name} {text[:9]}... is too large: {len(text)} digits")
     return value

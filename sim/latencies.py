@@ -11,7 +11,7 @@ import polars as pl
 
 from dcut.cost import CostTable
 from dcut.errors import InputError
-from sim.results import run_name
+from sim.results import run_name, run_names
 from sim.scheduler import gap_quantile
 from sim.serving import LOAD, Service
 from traces.schema import REQUESTS, STEPS, Trace
@@ -208,11 +208,13 @@ def requests_table(service: Service, trace: Trace) -> pl.DataFrame:
     ).select([*REQUESTS, *TIMES])
 
 
-def new_directory(path: str | Path) -> AbstractContextManager[Path]:
+def new_directory(path: str | Path, runs: Sequence[tuple[str, int]]) -> AbstractContextManager[Path]:
     """A fresh directory for `write`, which becomes `path` when the block ends well.
 
-    Raises InputError where `path` is not free, empty or wholly written by `write`, or cannot be written.
+    runs: the policy and batch size of each run to come. Raises InputError where two of them would share a
+    sub-directory, or where `path` is not free, empty or wholly written by `write`, or cannot be written.
     """
+    run_names(runs)
     return whole_directory(path, lambda old: [*_FILES, *read_directory(old, RUNS)[0]["runs"]])
 
 

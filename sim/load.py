@@ -65,8 +65,9 @@ def replay_load(load: Load, progress: bool = False) -> list[dict[str, Any]]:
     if traffic.workload is not None and limits.kv_blocks is not None:
         check_memory(traffic.workload, limits.usable_blocks * limits.block_size)
     rows = []
+    runs = [(policy, limits.max_num_seqs) for policy in policies]
     with ExitStack() as stack:
-        directory = None if load.out is None else stack.enter_context(latencies.new_directory(load.out))
+        directory = None if load.out is None else stack.enter_context(latencies.new_directory(load.out, runs))
         folder = None
         if directory is not None:  # beside the results, so that runs can be moved there
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory.parent)))

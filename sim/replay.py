@@ -1,24 +1,29 @@
 """The command that replays a trace under budget policies, and says what each would bring."""
 
 import argparse
+import dataclasses
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from dcut.cost import CostTable
 from dcut.errors import InputError, guard
-from dcut.policies import Off, parse_policies
+from dcut.policies import POLICIES, Off, parse_policies
 from sim import arrivals, load, results
 from sim.arrivals import request_order, whole_number
 from sim.engine import Engine
 from sim.regret import Regrets, regret_table
 from traces.schema import Trace
 from traces.store import open_trace
+
+MOST_REQUESTS = 10_000_000
+"""Requests of a run, which are all in memory, in about 1 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,14 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
                 f"--requests {config.requests} cannot fill batch size {batch_size}: "
                 f"ask for {batch_size} or more"
             )
+        if (num_requests := config.requests or default_requests(trace, batch_size)) > MOST_REQUESTS:
+            raise InputError(
+                f"{num_requests} requests at batch size {batch_size}: a replay keeps them all in memory, "
+                f"at most {MOST_REQUESTS}"
+            )
     rows, tables = [], []
-    with nullcontext() if config.out is None else results.new_directory(config.out) as directory:
+    runs = [(policy, batch_size) for batch_size in batch_sizes for policy in policies]
+    with nullcontext() if config.out is None else results.new_directory(config.out, runs) as directory:
         for batch_size in batch_sizes:
             num_requests = config.requests or default_requests(trace, batch_size)
             order = request_order(trace, num_requests, config.seed)
@@ -114,7 +125,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         "  budgets chosen"
     ]
     for at, row in enumerate(rows):
-        shares = ", ".join(f"{label} {share:.0%}" for label, share in row["bucket_share"].items() if share)
+        shares = ", ".join(
+            f"{label} {f'{share:.0%}' if share >= 0.005 else '<1%'}"
+            for label, share in row["bucket_share"].items()
+            if share
+        )
         if at and row["batch_size"] != rows[at - 1]["batch_size"]:
             lines.append("")
         lines.append(
@@ -125,6 +140,35 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         )
     lines += ["", "keep: share of all positions that is verified; accept: tokens a request and step;"]
     return "\n".join([*lines, "wasted: share of the verified positions that is a rejected draft"])
+
+
+def describe_policies() -> str:
+    """Every policy: its name, the first sentence of its docstring, and its options with their defaults."""
+    lines = ["policies (name, name:value or name:option=value,option=value):"]
+    for name, kind in POLICIES.items():
+        sentence = " ".join((kind.__doc__ or "").replace("`", "").split()).partition(". ")[0].rstrip(".")
+        options = ", ".join(_option(field) for field in dataclasses.fields(cast(Any, kind)))
+        text = f"{sentence}." + (f" Options: {options}" if options else "")
+        first, rest = f"  {name:<15} ", " " * 18
+        lines += textwrap.wrap(
+            text, 100, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _option(field: dataclasses.Field[Any]) -> str:
+    """ "ratio (required)", "buckets=0.25/0.5/1", "bonus=false"."""
+    match field.default:
+        case dataclasses.MISSING:
+            return f"{field.name} (required)"
+        case ():  # found from the trace
+            return field.name
+        case tuple() as parts:
+            return f"{field.name}={'/'.join(f'{part:g}' for part in parts)}"
+        case bool() as flag:
+            return f"{field.name}={str(flag).lower()}"
+        case value:
+            return f"{field.name}={value}"
 
 
 def parse_batch_sizes(text: str) -> list[int]:
@@ -140,6 +184,8 @@ def main() -> None:
     default = Config()
     parser = argparse.ArgumentParser(
         prog="python -m sim.replay",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=describe_policies(),
         description="Replay a trace under budget policies in simulated time: at steady batch sizes or, with "
         "--arrivals, under traffic.",
     )

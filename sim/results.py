@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from dcut.cost import CostTable
+from dcut.errors import InputError
 from sim.engine import Run
 from traces.schema import DECISIONS, REQUESTS, STEPS, Trace
 from traces.store import RESULTS, RUN, read_directory, whole_directory, write_directory
@@ -89,12 +90,24 @@ def run_name(policy: str, batch_size: int) -> str:
     return f"{re.sub(r'[^A-Za-z0-9.=]+', '_', policy)}-{batch_size}"
 
 
-def new_directory(path: str | Path) -> AbstractContextManager[Path]:
+def run_names(runs: Sequence[tuple[str, int]]) -> list[str]:
+    """The sub-directories of runs (policy, batch size); InputError where two would share one."""
+    names = [run_name(policy, batch_size) for policy, batch_size in runs]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            one, other = runs[names.index(name)][0], runs[at][0]
+            raise InputError(f"policies {one} and {other} would both be written to {name}: give one of them")
+    return names
+
+
+def new_directory(path: str | Path, runs: Sequence[tuple[str, int]]) -> AbstractContextManager[Path]:
     """A fresh directory for `write` to fill, which becomes `path` when the block ends without an error.
 
-    Raises InputError where `path` is not free, empty or wholly written by `write`, or where it cannot be
+    runs: the policy and batch size of each run to come. Raises InputError where two of them would share a
+    sub-directory, where `path` is not free, empty or wholly written by `write`, or where it cannot be
     written: before the block, so before the work.
     """
+    run_names(runs)
     return whole_directory(path, lambda old: [*_FILES, *read_directory(old, RESULTS)[0]["runs"]])
 
 
@@ -109,7 +122,7 @@ def write(
 
     rows: figures and configuration of each run, `policy` and `batch_size` among them. runs: its `tables`.
     """
-    names = [run_name(row["policy"], row["batch_size"]) for row in rows]
+    names = run_names([(row["policy"], row["batch_size"]) for row in rows])
     about = {key: meta[key] for key in ("trace", "cost", "seed", "draft_length")}
     flat = []
     for name, row in zip(names, rows, strict=True):

@@ -1,17 +1,20 @@
 """The replay command: what it prints, what it writes, and what it refuses."""
 
+import dataclasses
 import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import polars as pl
 import pytest
 from scenes import make_cost, make_trace
 
-from dcut.errors import guard
-from sim import replay
+from dcut.errors import InputError, guard
+from dcut.policies import POLICIES
+from sim import replay, results
 from sim.engine import Engine
 from traces import store
 from traces.schema import DECISIONS, STEPS
@@ -211,6 +214,9 @@ def test_a_directory_with_other_things_is_left_alone(console: Console, trace: st
         (("--batch-size", "4,8,4"), "names 4 twice"),
         (("--batch-size", "4,64"), "batch size 64 is outside the measured range 2..8"),
         (("--requests", "0"), "--requests '0' is not a whole number of at least 1"),
+        (("--requests", "3000000000"), "keeps them all in memory, at most 10000000"),
+        (("--batch-size", "9" * 400), "--batch-size 999999999... is too large: 400 digits"),
+        (("--seed", str(2**63)), "is too large"),
         (("--requests", "3", "--batch-size", "4"), "--requests 3 cannot fill batch size 4"),
         (("--seed", "-1"), "--seed '-1'"),
         (("--policy", "dcutt"), "did you mean 'dcut'"),
@@ -243,3 +249,34 @@ def test_a_trace_without_costs_asks_for_some(console: Console, tmp_path: Path) -
     code, _, err = console("--trace", tmp_path / "bare")
     assert code == 2
     assert "give one with --cost FILE" in err
+
+
+def test_a_rare_budget_is_not_shown_as_none(
+    console: Console, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = replay.replay(replay.Config(trace=trace, policy="dcut", batch_sizes=(4,), requests=8))
+    shown[0]["bucket_share"] = {"0.25": 0.996, "0.5": 0.0, "0.75": 0.004}
+    monkeypatch.setattr(replay, "replay", lambda *_, **__: shown)
+    assert "  0.25 100%, 0.75 <1%\n" in console("--trace", trace)[1]
+
+
+def test_help_names_every_policy_with_its_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["replay", "--help"])
+    with pytest.raises(SystemExit):
+        replay.main()
+    _, _, listed = capsys.readouterr().out.partition("policies (")
+    for name, kind in POLICIES.items():
+        assert f"\n  {name} " in listed
+        assert all(field.name in listed for field in dataclasses.fields(cast(Any, kind)))
+    words = " ".join(listed.split())
+    assert "Plain decoding: no drafter, one token a request. full" in words
+    assert "buckets=0.25/0.5/0.75/1, bonus=false, form=served, min_gain=0.0" in words
+    assert "ratio (required), form=served" in words
+
+
+def test_two_runs_in_one_directory_are_refused_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"policies ratio:0.5 and ratio:\+0.5 would both be .* ratio_0.5-4:"):
+        results.new_directory(tmp_path / "new", [("off", 4), ("ratio:0.5", 4), ("ratio:+0.5", 4)])
+    assert not any(tmp_path.iterdir())
