@@ -129,6 +129,18 @@ def test_the_reported_figures_are_those_of_a_fresh_large_sample() -> None:
         ({"acceptance_length": 3, "retention": ((0.5, 0.8), (0.5, 0.8))}, "each ratio once"),
         ({"acceptance_length": 3, "uniform_retention": ((0.3, 0.8),)}, "4.8 of 16 .* the nearest is 0.3125"),
         ({"acceptance_length": 3, "batch_size": 0}, "batch size 0: at least 1"),
+        (
+            {"acceptance_length": 3, "acceptance_per_position": (0.5, 0.4), "draft_length": 2},
+            "3 contradicts the acceptance per position, which gives 1.9",
+        ),
+        (
+            {"acceptance_length": 3, "draft_length": 10**6},
+            "draft length 1000000 at batch size 32 is too much to hold",
+        ),
+        (
+            {"acceptance_length": 3, "batch_size": 10**400},
+            "0 is too much to hold in memory: lower one of them",
+        ),
     ],
 )
 def test_contradictory_figures_are_refused(figures: dict[str, Any], message: str) -> None:
@@ -190,6 +202,12 @@ def test_figures_out_of_reach_are_named_with_the_nearest_and_nothing_is_written(
         (("--mean-acceptance-length", "3", "--cost", "nowhere.csv"), "error: nowhere.csv: No such file"),
         (("--mean-acceptance-length", "3", "--requests", "0"), "error: --requests 0: a trace holds at least"),
         (("--mean-acceptance-length", "3", "--seed", "-1"), "error: --seed -1: a seed is 0 or more"),
+        (("--mean-acceptance-length", "3", "--tolerance", "nan"), "error: --tolerance nan: an error is 0"),
+        (("--mean-acceptance-length", "3", "--tolerance", "-1"), "error: --tolerance -1: an error is 0"),
+        (
+            ("--mean-acceptance-length", "3", "--requests", "100000000"),
+            "error: --requests 100000000: too many to hold in memory, 17361 at most here",
+        ),
         (("--acceptance-per-position", "0.7,0.5", "--draft-length", "3"), "error: 2 acceptances for 3"),
     ],
 )

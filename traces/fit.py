@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dcut.cost import CostTable
 from dcut.errors import InputError, guard
 from dcut.policies import Ratio
-from traces.published import DOMAINS, AcceptanceProcess, Draws, generate, stratified
+from traces.published import DOMAINS, MEAN_STEPS, AcceptanceProcess, Draws, generate, stratified
 from traces.schema import Trace
 from traces.store import save, whole_directory
 
@@ -26,6 +26,8 @@ _SLOPE_WIDTH = 0.1
 _SHARE_WIDTH = 0.01  # how closely a retention is met, against those assumptions
 _MOST_ITERATIONS = 20
 _NUM_STEPS = 16_384  # behind every figure while fitting; more where batches are large
+_NUM_FRESH_STEPS = 40_000  # behind every figure while comparing; more where batches are large
+_MOST_DRAFTS = 100_000_000  # of a fit or a trace at once: a few GB of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ class Figures:
             raise InputError(
                 f"draft length {self.draft_length} and batch size {self.batch_size}: at least 1 each"
             )
+        if self.draft_length * self.num_fresh_steps > _MOST_DRAFTS:
+            raise InputError(
+                f"draft length {self.draft_length} at batch size {self.batch_size} is too much to hold in "
+                "memory: lower one of them"
+            )
         self._check_acceptance()
         for name, pairs in (("retention", self.retention), ("uniform retention", self.uniform_retention)):
             self._check_shares(name, pairs)
@@ -74,6 +81,11 @@ class Figures:
             else self.acceptance_length
         )
 
+    @property
+    def num_fresh_steps(self) -> int:
+        """Steps that a fit is compared on."""
+        return max(256 * self.batch_size, _NUM_FRESH_STEPS)
+
     def _check_acceptance(self) -> None:
         shares, width = self.acceptance_per_position, self.draft_length + 1
         if self.acceptance_length is None and not shares:
@@ -90,15 +102,15 @@ class Figures:
                     f"acceptance rises from {shares[k - 1]:g} to {share:g} at position {k + 1}: give shares "
                     "of all steps (a draft counts only if all before it were accepted), which never rise"
                 )
-        if not 1 < self.mean < width:
-            raise InputError(
-                f"mean acceptance length {self.mean:g} is not between 1 (the bonus token alone) "
-                f"and {width} ({self.draft_length} drafts and the bonus token)"
-            )
         if shares and abs(1 + sum(shares) - self.mean) > 0.01 * self.mean:
             raise InputError(
                 f"mean acceptance length {self.mean:g} contradicts the acceptance per position, which "
                 f"gives {1 + sum(shares):.4g} (1 + their sum): drop one of them"
+            )
+        if not 1 < self.mean < width:
+            raise InputError(
+                f"mean acceptance length {self.mean:g} is not between 1 (the bonus token alone) "
+                f"and {width} ({self.draft_length} drafts and the bonus token)"
             )
 
     def _check_shares(self, name: str, pairs: tuple[tuple[float, float], ...]) -> None:
@@ -188,7 +200,7 @@ def measure(confidences: np.ndarray, emitted: np.ndarray, figures: Figures) -> n
 
 def compare(process: AcceptanceProcess, figures: Figures) -> list[Line]:
     """Each given figure beside what `process` does, on draws that the fit has not seen."""
-    draws = stratified(max(256 * figures.batch_size, 40_000) // len(DOMAINS), figures.draft_length, seed=1)
+    draws = stratified(figures.num_fresh_steps // len(DOMAINS), figures.draft_length, seed=1)
     confidences, emitted = _sample(process, draws)
     lines = []
     if figures.acceptance_length is not None:
@@ -357,6 +369,8 @@ def main() -> None:
         raise InputError(f"--requests {args.requests}: a trace holds at least one request")
     if args.seed < 0:
         raise InputError(f"--seed {args.seed}: a seed is 0 or more")
+    if not args.tolerance >= 0:
+        raise InputError(f"--tolerance {args.tolerance:g}: an error is 0 or more")
     figures = Figures(
         draft_length=len(args.acceptance_per_position) or 15
         if args.draft_length is None
@@ -367,6 +381,9 @@ def main() -> None:
         retention=args.retention,
         uniform_retention=args.uniform_retention,
     )
+    most = _MOST_DRAFTS / (MEAN_STEPS * figures.mean * figures.draft_length)  # drafts at every position
+    if args.requests > most:
+        raise InputError(f"--requests {args.requests}: too many to hold in memory, {int(most)} at most here")
     cost = CostTable.load(args.cost) if args.cost else None
     with whole_directory(args.out) as place:
         with tqdm(desc="fitting", unit=" tries", leave=False, disable=None) as bar:
@@ -374,9 +391,9 @@ def main() -> None:
         lines = compare(process, figures)
         print(f"{'input':26s} {'asked':>8s} {'got':>8s} {'error':>8s}")
         for line in lines:
-            flag = "  missed" if abs(line.error) > args.tolerance else ""
+            flag = "" if abs(line.error) <= args.tolerance else "  missed"
             print(f"{line.name:26s} {line.asked:8.4f} {line.got:8.4f} {line.error:8.1%}{flag}")
-        missed = [line for line in lines if abs(line.error) > args.tolerance]
+        missed = [line for line in lines if not abs(line.error) <= args.tolerance]
         if missed:
             worst = max(missed, key=lambda line: abs(line.error))
             raise InputError(

@@ -12,6 +12,7 @@ from scipy.special import expit, ndtri
 from dcut.cost import CostTable
 from traces.schema import REQUESTS, Trace, anchors_schema
 
+MEAN_STEPS = 128  # of a request under full verification
 DOMAINS = ("hardest", "hard", "middle", "easy", "easiest")
 _DOMAIN_SCORES = ndtri((np.arange(5) + 0.5) / 5)  # a standard normal cut into fifths
 
@@ -93,7 +94,7 @@ def generate(
     rng = np.random.default_rng(seed)
     draft_length = len(process.position_logit)
     domain = np.arange(num_requests) % len(DOMAINS)
-    even = np.linspace(64, 192, -(-num_requests // len(DOMAINS)))
+    even = np.linspace(MEAN_STEPS / 2, MEAN_STEPS * 3 / 2, -(-num_requests // len(DOMAINS)))
     steps = rng.permuted(np.tile(even, (len(DOMAINS), 1)), axis=1).T.ravel()[:num_requests]
     output_tokens = 1 + np.rint(steps * process.acceptance_lengths()[domain]).astype(np.int64)
     num_rows = output_tokens - 1
