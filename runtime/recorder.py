@@ -113,7 +113,7 @@ class DensePass:
     ) -> None:
         """drafter: one of its own, with SLOTS + 1 slots, that no engine uses."""
         room = max_context + 2 * drafter.draft_length + 1
-        self.verifier = TorchVerifier(target, SLOTS + 1, room, drafter.taps)
+        self.verifier = TorchVerifier(target, SLOTS + 1, room, drafter.taps, drafter.draft_length)
         self.drafter, self.temperature, self.seed = drafter, temperature, seed
 
     def anchors(self, texts: Sequence[Recorded]) -> list[pl.DataFrame]:
