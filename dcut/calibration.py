@@ -73,6 +73,11 @@ class OnlineCalibration:
         self._pending = np.zeros((drafts, 6))  # of those since the last refit, with gradients and count
         self._due = 32
 
+    @property
+    def settled(self) -> bool:
+        """Whether it has seen labels enough to learn slowly from now on."""
+        return self._due == self.ROUND
+
     def probabilities(self, confidences: np.ndarray) -> np.ndarray:
         """P(draft k accepted | those before it accepted), float64 [batch, drafts]."""
         return _probabilities(check_confidences(confidences), self.odds, self.tilt)

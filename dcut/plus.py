@@ -158,6 +158,8 @@ class _Size:
         """The number of drafts to ask for: what brought most lately, now and then another for a look."""
         if self._chosen < 0:
             self._chosen = lengths[-1]
+        if len(lengths) == 1:
+            return self._one(lengths[0])
         gains = {0: 1.0} | {drafts: self.length(drafts).gain for drafts in lengths}
         better = max(gains, key=gains.__getitem__)
         if gains[better] > gains.get(self._chosen, 0.0) + _MIN_GAIN:
@@ -167,6 +169,17 @@ class _Size:
             if drafts != self._chosen and self.lengths[drafts].due(self.best):
                 return drafts
         return self._chosen
+
+    def _one(self, drafts: int) -> int:
+        """`choose` where there is one length or none at all to ask for."""
+        length = self.length(drafts)
+        gain = length.gain
+        self.best = max(gain, 1.0)
+        if self._chosen:
+            self._chosen = drafts if gain >= 1.0 - _MIN_GAIN else 0
+        elif gain > 1.0 + _MIN_GAIN:
+            self._chosen = drafts
+        return drafts if self._chosen or length.due(1.0) else 0
 
 
 @dataclass
@@ -199,6 +212,7 @@ class Plus(BudgetPolicy):
         self._plain_s = 0.0  # time of a plain step in its place, as the cost table says; 0: no table
         self._believed_s = 0.0  # its time, as the cost table says
         self._bin = 0  # of the clock
+        self._turn = 0  # counts drafted steps
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -307,8 +321,12 @@ class Plus(BudgetPolicy):
         self._learn(keep_depth, num_accepted)
 
     def _learn(self, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:
-        if self._drafted is not None:
-            self._calibrations[self._drafted.shape[1]].observe(self._drafted, keep_depth, num_accepted)
+        assert self._drafted is not None
+        calibration = self._calibrations[self._drafted.shape[1]]
+        self._turn += 1
+        if calibration.settled and self._turn % (1 + len(keep_depth) // 32):
+            return  # a large batch has labels enough in every few steps
+        calibration.observe(self._drafted, keep_depth, num_accepted)
 
     def _size(self, batch_size: int) -> _Size:
         """What was learnt at about this batch size, two sizes an octave; a new one gains like the nearest."""
