@@ -1,5 +1,6 @@
 """Results directories read back, and what the figures need beyond them: curves, counts, published rows."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def load(paths: Sequence[str | Path]) -> list[Results]:
     depth = 1
     while len({part[-depth:] for part in parts}) < len({*parts}):
         depth += 1
-    names = ["/".join(part[-depth:]) for part in parts]
+    names = [os.fsencode("/".join(part[-depth:])).decode(errors="replace") for part in parts]
     if len({*names}) < len(names):
         raise InputError(f"{paths[names.index(max(names, key=names.count))]} is named twice: give each once")
     return [_load(Path(path), name) for path, name in zip(paths, names, strict=True)]

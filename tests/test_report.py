@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -157,6 +158,11 @@ def test_several_results_are_told_apart_and_compared(results: Path, tmp_path: Pa
         next(f for draw in FIGURES if (f := draw(story)).name == "throughput").chart.to_dict()
     )
     assert all(source in dashes for source in story.sources)
+
+
+def test_a_name_that_is_not_utf_8_is_shown_as_well_as_can_be(results: Path, tmp_path: Path) -> None:
+    shutil.copytree(results, tmp_path / os.fsdecode(b"gr\xfcn"))
+    assert load([tmp_path / os.fsdecode(b"gr\xfcn")])[0].source == "gr\N{REPLACEMENT CHARACTER}n"
 
 
 # ---- sentences -------------------------------------------------------------------------------------------
