@@ -2,14 +2,14 @@
 
     python bench/simulators.py
 
-Every request has 512 prompt and 200 output tokens, 64 run at once, one token a step. The rivals are installed
-once, into out/rivals (about 1.3 GB), and each run of them is a process of its own. What is timed is the
-simulation alone, on one core, in CPU time, so that a busy machine counts little: no imports, and no compiling.
+Every request has 512 prompt and 200 output tokens, 64 run at once, one token a step. The rivals are
+installed once, into out/rivals (about 1.3 GB), and each run of them is a process of its own. What is timed is
+the simulation alone, in CPU time, so that a busy machine counts little: no imports, and no compiling.
 
-vidur's wheel holds no measured times, and fetches them from a hub at run time; here its own predictor looks up
-made-up ones. It is timed twice: bare, with all its outputs off, and as it comes, with the metrics and the
-Chrome trace that it writes by default (but not the plots, which need a browser). Ours keeps every request's
-times and every step in both.
+vidur's wheel holds no measured times, and fetches them from a hub at run time; here its own predictor looks
+up made-up ones. It is timed twice: bare, with all its outputs off, and as it comes, with the metrics and the
+Chrome trace that it writes by default (but not the plots, which took minutes). Ours keeps every request's
+times in both.
 """
 
 import argparse
