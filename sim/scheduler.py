@@ -183,9 +183,13 @@ class Scheduler:
         self.plans, self.entries = new_plans(limits.depth, limits.max_num_seqs)
         self.oldest = 0  # the step to take next, or in flight
         self.ahead: deque[Plan] = deque()
-        self.num_running = 0
         self.gaps = np.zeros(GAP_BINS, np.int64)
         self.finished = np.zeros(limits.max_num_seqs, np.int64)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a seat."""
+        return int(self.queue[0]["num_running"])
 
     @property
     def num_waiting(self) -> int:
@@ -203,7 +207,6 @@ class Scheduler:
         """Let in requests whose prompts were computed elsewhere; those that ask for no more, int64."""
         num = enter(self.queue, self.ledger.books, self.running, self.front, self.waiting, *self.kv, now_s,
                     self.finished)  # fmt: skip
-        self.num_running = int(self.queue[0]["num_running"])
         return self.finished[:num]
 
     def hold(self, drafts: int) -> bool:
@@ -213,14 +216,14 @@ class Scheduler:
             self.queue, self.ledger.books, self.running, self.front, *self.kv, self.ledger.hashes, self.plans,
             self.entries, at, drafts)  # fmt: skip
         self.ahead.append(Plan(rows // num - 1 if num else 0, rows, prompts))
-        return num > 0 or prompts
+        return num > 0 or (prompts and self.limits.prefill)
 
     def fill(self, num_rows: int, now_s: float) -> bool:
         """Share with prompts what `num_rows` leave of the newest step; whether anybody takes part in it."""
         plan = self.ahead[-1]
-        if plan.prompts:
+        if plan.prompts and self.limits.prefill:
             at = (self.oldest + len(self.ahead) - 1) % len(self.plans)
-            self.num_running, num, *prefill = fill(
+            num, *prefill = fill(
                 self.queue, self.ledger.books, self.running, self.front, self.waiting, *self.kv,
                 self.ledger.hashes, self.plans, self.entries, at, num_rows, now_s)  # fmt: skip
             self.ahead[-1] = plan._replace(prefill=tuple(prefill))
@@ -234,13 +237,18 @@ class Scheduler:
                      self.finished)  # fmt: skip
         self.oldest = (self.oldest + 1) % len(self.plans)
         self.ahead.popleft()
-        self.num_running -= num
         return self.finished[:num]
 
 
 # Token gaps are counted in bins of equal ratio, 0.5 % wide, from 10 us up.
 GAP_BINS = 4096
 _GAP_S, _GAP_RATIO = 1e-5, 1.005
+
+
+@compiled
+def gap_bin(gap_s: float) -> int:
+    """Where a gap is counted."""
+    return min(int(np.log(max(gap_s, _GAP_S) / _GAP_S) / np.log(_GAP_RATIO)), GAP_BINS - 1)
 
 
 def gap_quantile(gaps: np.ndarray, share: float) -> float:
@@ -342,11 +350,11 @@ def fill(
     at: int,
     num_rows: int,
     now_s: float,
-) -> tuple[int, int, int, float]:
+) -> tuple[int, int, float]:
     """Share what `num_rows` leave of the token budget: first with the prompt in work, then with who waits.
 
     Only the last of the running can be a prompt in work: nobody is let in while the budget is short of it.
-    Returns how many run now, how many take part in the step, its prompt tokens, and their pairs.
+    Returns how many take part in the step, its prompt tokens, and their pairs.
     """
     q, plan, block_size = queue[0], plans[at], memory[0].block_size
     budget = q.max_tokens - num_rows
@@ -403,7 +411,7 @@ def fill(
         running[q.num_running] = r
         q.num_running += 1
         budget -= _compute(queue, books, memory, stretches, units, hashes, plan, entries[at], r, new)
-    return q.num_running, plan.num, plan.prefill_tokens, plan.prefill_pairs
+    return plan.num, plan.prefill_tokens, plan.prefill_pairs
 
 
 @compiled
@@ -499,8 +507,7 @@ def settle(
         if np.isnan(book.first_token_s):
             book.first_token_s = now_s
         elif len(gaps) > 0:
-            width = np.log(max(now_s - book.token_s, _GAP_S) / _GAP_S) / np.log(_GAP_RATIO)
-            gaps[min(int(width), len(gaps) - 1)] += 1
+            gaps[gap_bin(now_s - book.token_s)] += 1
         book.token_s = now_s
         if book.tokens == last:
             book.finish_s = now_s

@@ -13,8 +13,8 @@ from dcut.policies import BudgetPolicy
 from dcut.selector import Selection
 from sim.arrivals import Traffic
 from sim.engine import SLOT, SPAN, STEP, Engine
-from sim.kv import Rows
-from sim.scheduler import CHUNK, DECODE, DONE, Ledger, Limits, Scheduler
+from sim.kv import Rows, num_blocks_of, take
+from sim.scheduler import CHUNK, DECODE, DONE, Ledger, Limits, Scheduler, gap_bin
 from traces.schema import Trace
 
 Router = Literal["round-robin", "least-loaded"]
@@ -76,14 +76,18 @@ class Replica(Engine):
         self.loads = np.zeros(_BUFFER, LOAD)
         self.on_steps, self.on_done = on_steps, on_done
         self.idle: simpy.Event | None = None
-        self.now_s = 0.0
+        self.env: simpy.Environment | None = None
+        self.now_s = 0.0  # ahead of simpy's clock after plain steps that were taken together
+        self.took_s = 0.0, 0.0  # the drafter and the target in this step
 
     def process(self, env: simpy.Environment) -> Generator[simpy.Event, None, None]:
         """Serve whenever there is something to serve."""
+        self.env = env
         while True:
             yield from self._serve(env, lambda num_admitted: None)
             self.idle = env.event()
             yield self.idle
+            self.now_s = env.now
 
     def submit(self, request: int) -> None:
         """Take a request, and wake where nothing was to do."""
@@ -99,7 +103,10 @@ class Replica(Engine):
 
     def admit(self, now_s: float) -> int:
         """Schedule, as many steps ahead as the engine does; whether there is a step to take."""
-        self.now_s, scheduler = now_s, self.scheduler
+        scheduler = self.scheduler
+        if not self.limits.asynchronous and not self.policy.learns:
+            self._coast(now_s)
+        now_s = self.now_s
         while not self.limits.prefill:
             self._report(done := scheduler.enter(now_s))
             if len(done) < self.limits.max_num_seqs:
@@ -117,6 +124,37 @@ class Replica(Engine):
         num = _gather(scheduler.plans, scheduler.entries, at, books, self.waiting, self.slots)
         self.batch = self.slots[:num]
         return 1
+
+    def _coast(self, now_s: float) -> None:
+        """Take plain steps together up to the next event, while nobody comes, goes, or runs out of blocks."""
+        batch = self.scheduler.num_running
+        if not batch or super().width(batch):
+            return
+        assert self.env is not None
+        if self.num_steps == _BUFFER:
+            self.flush()
+        price = self._prices.get((batch, batch, 0)) or self._price(batch, batch, 0)
+        cost, scheduler = self.cost, self.scheduler
+        self.num_steps, self.now_s = _coast(
+            scheduler.queue,
+            self.ledger.books,
+            scheduler.running,
+            *scheduler.kv[:2],
+            self.ledger.first_row,
+            self.ledger.num_rows,
+            self.waiting,
+            self.steps,
+            self.loads,
+            self.tally,
+            scheduler.gaps,
+            self.num_steps,
+            self.now_s,
+            self.now_s + (self.env.peek() - now_s),
+            price[1],
+            self.limits.host_s,
+            cost.context_token_s,
+            cost.context_per_request,
+        )
 
     def width(self, batch_size: int) -> int:
         """How many drafts to ask of the drafter: no more than slots were scheduled for."""
@@ -144,8 +182,12 @@ class Replica(Engine):
         else:
             draft_s, verify_s = super().verify(confidences, selection, context_tokens)
         if self.limits.asynchronous:
-            return draft_s, max(verify_s, self.limits.host_s - draft_s)
-        return draft_s, verify_s + self.limits.host_s
+            verify_s = max(verify_s, self.limits.host_s - draft_s)
+        else:
+            verify_s += self.limits.host_s
+        self.took_s = draft_s, verify_s
+        assert self.env is not None
+        return draft_s, verify_s + (self.now_s - self.env.now)
 
     def emit(
         self, selection: Selection, start_s: float, draft_s: float, verify_s: float, context_tokens: int
@@ -153,7 +195,7 @@ class Replica(Engine):
         """Move every request to its next anchor, and let go of those that are done."""
         if self.num_steps == _BUFFER:
             self.flush()
-        step = self.num_steps
+        step, start_s, (draft_s, verify_s) = self.num_steps, self.now_s, self.took_s
         super().emit(selection, start_s, draft_s, verify_s, context_tokens)
         scheduler = self.scheduler
         _advance(
@@ -170,8 +212,8 @@ class Replica(Engine):
             self.loads,
             step,
         )
-        now_s = start_s + (draft_s + verify_s)
-        self._report(scheduler.settle(self.accepted, now_s))
+        self.now_s = start_s + (draft_s + verify_s)
+        self._report(scheduler.settle(self.accepted, self.now_s))
 
     def flush(self) -> None:
         """Hand on the steps taken since the last time."""
@@ -317,3 +359,93 @@ def _advance(
     load.num_waiting = q.tail - q.head + q.num_front
     load.kv_blocks = m.num_blocks - m.num_free
     load.num_preempted = plan.preempted
+
+
+@compiled
+def _coast(
+    queue: Rows,
+    books: Rows,
+    running: Rows,
+    memory: Rows,
+    stretches: Rows,
+    first_row: Rows,
+    num_rows: Rows,
+    waiting: Rows,
+    steps: Rows,
+    loads: Rows,
+    tally: Rows,
+    gaps: Rows,
+    num_steps: int,
+    now_s: float,
+    until_s: float,
+    plain_s: float,
+    host_s: float,
+    context_token_s: float,
+    context_per_request: float,
+) -> tuple[int, float]:
+    """Plain steps of all who run, each as the loop would take it; the steps taken so far, and their end.
+
+    None where anybody waits or computes a prompt. The step in which a request ends, blocks run out or
+    something happens (at until_s) is left to the loop.
+    """
+    q, m = queue[0], memory[0]
+    batch, most, context_tokens = q.num_running, len(steps) - num_steps, 0
+    if q.num_front > 0 or q.head < q.tail or batch > q.max_tokens:
+        return num_steps, now_s
+    for i in range(batch):
+        book = books[running[i]]
+        if book.computed != book.tokens - 1 or book.tokens == book.prompt_tokens:
+            return num_steps, now_s
+        most = min(most, book.prompt_tokens + book.output_tokens - book.tokens - 1)
+        context_tokens += book.tokens
+    taken = 0
+    while taken < most:
+        verify_s = plain_s + context_token_s * (context_tokens - context_per_request * batch) + host_s
+        end_s = now_s + (0.0 + verify_s)
+        if end_s >= until_s:
+            break
+        need = 0
+        for i in range(batch):
+            book = books[running[i]]
+            need += num_blocks_of(book.tokens + taken, m.block_size) > book.shared + book.blocks
+        if need > m.num_free:
+            break
+        if need > 0:
+            take(memory, stretches, need)
+            for i in range(batch):
+                book = books[running[i]]
+                book.blocks += num_blocks_of(book.tokens + taken, m.block_size) > book.shared + book.blocks
+        step, load = steps[num_steps], loads[num_steps]
+        step.start_s = now_s
+        step.batch_size = batch
+        step.num_verify_tokens = batch
+        step.context_tokens = context_tokens
+        step.draft_s = 0.0
+        step.verify_s = verify_s
+        step.step_s = verify_s
+        step.num_emitted = batch
+        step.bucket = 0
+        step.expected_tokens = batch
+        load.prefill_tokens = 0
+        load.num_prompts = 0
+        load.num_running = batch
+        load.num_waiting = 0
+        load.kv_blocks = m.num_blocks - m.num_free
+        load.num_preempted = 0
+        gaps[gap_bin(end_s - now_s)] += batch
+        num_steps += 1
+        taken += 1
+        context_tokens += batch
+        now_s = end_s
+    tally[1, :, 0] += taken * batch
+    for i in range(batch if taken else 0):
+        r = running[i]
+        book, slot = books[r], waiting[r]
+        book.tokens += taken
+        book.computed += taken
+        book.token_s = now_s
+        slot.position += taken
+        slot.context += taken
+        slot.left -= taken
+        slot.row = first_row[r] + (slot.row + taken - first_row[r]) % num_rows[r]
+    return num_steps, now_s

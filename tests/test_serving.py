@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import make_cost, make_trace
@@ -16,7 +17,7 @@ from dcut.errors import InputError
 from dcut.policies import parse_policy
 from sim import serving
 from sim.arrivals import Traffic
-from sim.engine import Engine
+from sim.engine import STEP, Engine
 from sim.scheduler import RUNNING, Limits
 from sim.serving import Replica, Service, serve
 from traces.schema import Trace
@@ -43,8 +44,8 @@ class Watched(Replica):
         super().__init__(*args)
         self.made.append(self)
 
-    def emit(self, *args: Any) -> None:
-        super().emit(*args)
+    def emit(self, *args: Any, **named: Any) -> None:
+        super().emit(*args, **named)
         scheduler = self.scheduler
         memory, stretches, units = scheduler.kv
         m, mine = memory[0], self.ledger.books[scheduler.running[: scheduler.queue[0]["num_running"]]]
@@ -133,7 +134,7 @@ def scenes(draw: st.DrawFn) -> tuple[Traffic, Limits, dict[str, Any]]:
 
 
 @given(scenes(), st.sampled_from(SPECS))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_every_request_gets_its_tokens_within_the_limits_and_the_memory_is_free_in_the_end(
     scene: tuple[Traffic, Limits, dict[str, Any]], spec: str
 ) -> None:
@@ -172,7 +173,7 @@ def test_every_request_gets_its_tokens_within_the_limits_and_the_memory_is_free_
 
 
 @given(scenes(), st.sampled_from(SPECS))
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_the_same_traffic_gives_the_same_bytes(
     scene: tuple[Traffic, Limits, dict[str, Any]], spec: str
 ) -> None:
@@ -190,7 +191,7 @@ def test_the_same_traffic_gives_the_same_bytes(
     st.integers(0, 9),
     st.sampled_from(("off", "full", "fixed:2", "ratio:0.5", "dcut")),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_with_everything_free_and_all_there_at_once_it_equals_the_closed_loop(
     lengths: list[int], draft_length: int, batch_size: int, seed: int, spec: str
 ) -> None:
@@ -212,3 +213,23 @@ def test_with_everything_free_and_all_there_at_once_it_equals_the_closed_loop(
     names = ["start_s", "batch_size", "num_verify_tokens", "context_tokens", "step_s", "num_emitted"]
     assert seen.steps[0][names].tolist() == closed.steps[names].tolist()
     assert service.ledger.books["finish_s"].tolist() == closed.spans["finish_s"].tolist()
+
+
+@given(scenes())
+@settings(max_examples=20)
+def test_plain_steps_taken_together_are_those_taken_one_by_one(
+    scene: tuple[Traffic, Limits, dict[str, Any]],
+) -> None:
+    traffic, limits, options = scene
+    limits = replace(limits, asynchronous=False)
+    together, seen = run(traffic, "off", limits, **options)
+    with mock.patch.object(Replica, "_coast", lambda *_: None):
+        single, one_by_one = run(traffic, "off", limits, **options)
+    assert (together.gaps == single.gaps).all()
+    for name in ("first_token_s", "finish_s"):
+        assert together.ledger.books[name] == pytest.approx(single.ledger.books[name])
+    for at, steps in one_by_one.steps.items():
+        whole = [name for name in STEP.names or () if STEP[name].kind == "i"]
+        assert seen.steps[at][whole].tolist() == steps[whole].tolist()
+        assert seen.steps[at]["start_s"] == pytest.approx(steps["start_s"])
+        assert seen.loads[at].tolist() == one_by_one.loads[at].tolist()
