@@ -79,7 +79,11 @@ class BudgetPolicy:
         return select(confidences, budget, np.ones(1))._replace(bucket=settled.bucket)
 
     def observe(self, keep_depth: np.ndarray, num_accepted: np.ndarray, seconds: float) -> None:
-        """Learn from the step just selected: drafts verified and accepted, int64 [batch], and its time."""
+        """Learn from the step just selected and its time.
+
+        keep_depth: drafts verified, int64 [batch]. num_accepted: those of them that became output, fewer
+        than were accepted where a request ended first; a draft behind the end is worth nothing.
+        """
 
 
 class UniformPolicy(BudgetPolicy):

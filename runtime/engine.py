@@ -209,7 +209,8 @@ class Engine:
         emissions = self.emit(drafts, verified)
         step_s = self.clock() - start_s
         if self.policy.learns:
-            self.policy.observe(selection.keep_depth, verified.num_accepted, step_s)
+            output = np.array([max(len(e.tokens) - 1, 0) for e in emissions])
+            self.policy.observe(selection.keep_depth, output, step_s)
         return Step(
             start_s=start_s,
             prefill_tokens=prefill_tokens,

@@ -148,7 +148,7 @@ class Engine:
         self.record_decisions = record_decisions
         self.decisions = np.zeros(4096 if record_decisions else 0, _DECISION)
         self.num_decisions = 0
-        self.accepted = np.zeros(batch_size, np.int64)
+        self.accepted = np.zeros(batch_size, np.int64)  # in the last step, as far as it became output
         self.tally = np.zeros((2, 2, self.draft_length + 1), np.int64)  # steady or not, kept or accepted
         self._drafts: dict[tuple[int, int], np.ndarray] = {}
         self._prices: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -356,7 +356,7 @@ def _emit(
     tally: np.ndarray,
     steady: int,
     spans: np.ndarray,
-    num_accepted: np.ndarray,
+    num_output: np.ndarray,
     decisions: np.ndarray,
     num_decisions: int,
     steps: np.ndarray,
@@ -375,7 +375,6 @@ def _emit(
     for i in range(len(slots)):
         slot, depth = slots[i], keep_depth[i]
         accepted = min(np.int64(acceptable[slot.row]), depth)
-        num_accepted[i] = accepted
         tally[steady, 0, depth] += 1
         tally[steady, 1, accepted] += 1
         if len(decisions) > 0:
@@ -386,6 +385,7 @@ def _emit(
             decision.keep_depth = depth
             decision.num_accepted = accepted
         emitted = min(accepted + 1, slot.left)
+        num_output[i] = emitted - 1
         slot.row += emitted
         slot.position += emitted
         slot.context += emitted
