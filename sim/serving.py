@@ -104,15 +104,17 @@ class Replica(Engine):
     def admit(self, now_s: float) -> int:
         """Schedule, as many steps ahead as the engine does; whether there is a step to take."""
         scheduler = self.scheduler
-        if not self.limits.asynchronous and not self.policy.learns:
-            self._coast(now_s)
+        batch = scheduler.num_running
+        drafts = super().width(max(1, batch))
+        if batch and not (drafts or self.limits.asynchronous or self.policy.learns):
+            self._coast(batch, now_s)
         now_s = self.now_s
         while not self.limits.prefill:
             self._report(done := scheduler.enter(now_s))
             if len(done) < self.limits.max_num_seqs:
                 break
         while len(scheduler.ahead) < self.limits.depth:
-            work = scheduler.hold(super().width(max(1, scheduler.num_running)))
+            work = scheduler.hold(drafts)
             if work and self.limits.asynchronous:
                 work = scheduler.fill(scheduler.ahead[-1].rows, now_s)
             if not work:
@@ -125,11 +127,8 @@ class Replica(Engine):
         self.batch = self.slots[:num]
         return 1
 
-    def _coast(self, now_s: float) -> None:
+    def _coast(self, batch: int, now_s: float) -> None:
         """Take plain steps together up to the next event, while nobody comes, goes, or runs out of blocks."""
-        batch = self.scheduler.num_running
-        if not batch or super().width(batch):
-            return
         assert self.env is not None
         if self.num_steps == _BUFFER:
             self.flush()
