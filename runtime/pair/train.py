@@ -77,13 +77,13 @@ class Recipe:
     unloop_rounds: int = 1
     unloop_steps: int = 100
     held_out_each: int = 64
-    greedy_each: int = 700
+    greedy_each: int = 500
     greedy_tokens: int = 192
-    dflash16_steps: int = 1600
-    dflash8_steps: int = 400
-    eagle3_steps: int = 300
-    mtp_steps: int = 300
-    draft_steps: int = 600
+    dflash16_steps: int = 1650
+    dflash8_steps: int = 120
+    eagle3_steps: int = 250
+    mtp_steps: int = 160
+    draft_steps: int = 110
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -437,11 +437,9 @@ def rollout_loss(drafter: Eagle3 | MTP | CausalLM, target: CausalLM, batch: Batc
 
 
 def drafter_config(name: str) -> ModelConfig:
-    """The shape of each drafter; all but `draft` live in the target's hidden space."""
+    """The shape of each drafter; all live in the target's hidden space."""
     if name == "draft":
-        return replace(
-            TARGET, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4
-        )
+        return replace(TARGET, num_hidden_layers=2)
     common = replace(TARGET, num_hidden_layers=1, tie_word_embeddings=False, target_layer_ids=TAPS)
     if name == "eagle3":
         return replace(common, model_type="llama")
@@ -482,7 +480,10 @@ def warm_start(name: str, target: CausalLM, work: Path) -> Drafter:
     size, model = config.hidden_size, target.model
     if name == "draft":
         drafter = CausalLM(config)
-        initialize(drafter)
+        drafter.model.embed_tokens.load_state_dict(model.embed_tokens.state_dict())
+        drafter.model.norm.load_state_dict(model.norm.state_dict())
+        for own, theirs in zip(drafter.model.layers, (model.layers[0], model.layers[-1]), strict=True):
+            own.load_state_dict(theirs.state_dict())
         return drafter
     if name == "eagle3":
         drafter = Eagle3(config)
@@ -521,7 +522,8 @@ def train_drafter(name: str, recipe: Recipe, work: Path) -> None:
         return rollout_loss(drafter, target, batches(step), 1 if name == "draft" else 4)
 
     steps = getattr(recipe, f"{name}_steps")
-    fit(drafter, loss_of, steps, optimizers(drafter, 0.02, 1.5e-3), work / f"{name}.pt", name)
+    parts = optimizers(drafter, 0.008, 6e-4) if name == "dflash8" else optimizers(drafter, 0.02, 1.5e-3)
+    fit(drafter, loss_of, steps, parts, work / f"{name}.pt", name)
     save_model(drafter, work / name, drafter_json(name, drafter_config(name)))
 
 
