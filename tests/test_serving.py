@@ -223,7 +223,7 @@ def test_plain_steps_taken_together_are_those_taken_one_by_one(
     traffic, limits, options = scene
     limits = replace(limits, asynchronous=False)
     together, seen = run(traffic, "off", limits, **options)
-    with mock.patch.object(Replica, "_coast", lambda *_: None):
+    with mock.patch.object(Replica, "_coast", return_value=None):
         single, one_by_one = run(traffic, "off", limits, **options)
     assert (together.gaps == single.gaps).all()
     for name in ("first_token_s", "finish_s"):
