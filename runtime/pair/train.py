@@ -79,7 +79,7 @@ class Recipe:
     held_out_each: int = 64
     greedy_each: int = 500
     greedy_tokens: int = 192
-    dflash16_steps: int = 1650
+    dflash16_steps: int = 2200
     dflash8_steps: int = 120
     eagle3_steps: int = 250
     mtp_steps: int = 160
