@@ -30,7 +30,7 @@ from runtime.verifier import TorchVerifier, open_pair
 from traces.schema import DECISIONS, REQUESTS, STEPS, Trace, anchors_schema
 from traces.store import load, save, write_directory
 
-PROFILED = 32  # requests a step at least that the cost table covers
+PROFILED = 64  # requests a step at least that the cost table covers
 SLOTS = 32  # anchors of one text that the dense pass drafts from at once
 
 
