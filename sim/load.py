@@ -106,6 +106,7 @@ def replay_load(load: Load, progress: bool = False) -> list[dict[str, Any]]:
             if timeline is not None:
                 timeline.requests(first, service.ledger)
             about = {"batch_size": limits.max_num_seqs, "replicas": load.replicas, "router": load.router}
+            about |= {"prefill_token_s": cost.prefill_token_s}
             row = {"policy": name, **about, **latencies.figures(service, log, load.slo)}
             rows.append({**row, "sim_steps_per_s": row["num_steps"] / elapsed})
             if folder is not None:
@@ -244,6 +245,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['num_running_mean']:>6.1f} {row['num_waiting_mean']:>6.1f} {row['num_preempted']:>8}"
         )
     requests, reused = rows[0]["num_requests"], rows[0]["num_reused_anchors"]
+    price = f"{rows[0]['prefill_token_s'] * 1e6:.0f} us a token"
     return "\n".join(
         [
             *lines,
@@ -251,6 +253,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{requests} requests in {rows[0]['simulated_s']:.0f} s; goodput, req/s and kept: of those that "
             "kept the promises of --slo;",
             f"evicted: taken out of memory and computed again; {reused} requests ({reused / requests:.1%}) "
-            "are longer than what was recorded, and met anchors again",
+            "are longer than what was recorded, and met anchors again; prompts: "
+            + (price if rows[0]["prefill_token_s"] else "rows of a step like others"),
         ]
     )

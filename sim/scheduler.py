@@ -96,6 +96,8 @@ class Limits:
                 raise InputError(f"{name} {getattr(self, name)} is not a whole number of at least 1")
         if self.kv_blocks is not None and self.kv_blocks < 2:
             raise InputError(f"kv_blocks {self.kv_blocks}: a memory has 2 or more, one of them for padding")
+        if not 0 <= self.host_s < np.inf:
+            raise InputError(f"host_s {self.host_s:g}: scheduling takes 0 s or more")
 
     @property
     def usable_blocks(self) -> int:
