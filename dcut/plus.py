@@ -110,27 +110,37 @@ class _Length:
         self.clock = _Clock()
         self.idle = 0  # steps since it was last asked for
         self._tokens, self._plain_tokens = gain, 1.0  # a request's, fading: come, and by plain decoding
-        self._last = 1.0  # of `_plain_tokens`, the newest part
-        self._new = 16  # request-steps still to try before it can be judged
+        self._last = 1.0  # what its newest step cost, in plain tokens a request
+        self.steps = 0
+        self.new = True  # tried too little to be judged
 
     @property
     def gain(self) -> float:
         """Tokens that it brought over those of plain decoding in the same time."""
         return self._tokens / self._plain_tokens
 
-    def add(self, tokens: float, plain_tokens: float, batch_size: int) -> None:
-        """Count one step by its tokens a request. Older ones fade over 32 steps or more; steps elsewhere
-        count as an eighth of one, so that a lucky look does not stand alone."""
+    def add(self, tokens: float, plain_tokens: float, spent: float, batch_size: int) -> None:
+        """Count one step: its tokens a request, those of plain decoding meanwhile, and what it cost to take.
+
+        Older ones fade over 32 steps or more; steps elsewhere count as an eighth of one, so that a lucky
+        look does not stand alone.
+        """
         fade = math.exp(-(1 + self.idle / 8) / (32 + 256 / batch_size))
         self._tokens = fade * self._tokens + tokens
         self._plain_tokens = fade * self._plain_tokens + plain_tokens
-        self._last, self.idle = plain_tokens, 0
-        self._new = max(0, self._new - batch_size)
+        self._last, self.idle = spent, 0
+        self.steps += 1
+        self.new = self.steps < max(4, 16 / batch_size)
+
+    @property
+    def settling(self) -> bool:
+        """Whether its next step tells no time: the first may compile, and after a pause drafters catch up."""
+        return self.steps < 2 or self.idle > 0
 
     def due(self, best: float) -> bool:
         """Whether one more look costs little enough by now, where gaining `best` is given up for it."""
         self.idle += 1
-        return self._new > 0 or self.idle * _PROBE_SHARE >= max(best - self.gain, _MIN_GAIN) * self._last
+        return self.new or self.idle * _PROBE_SHARE >= max(best - self.gain, _MIN_GAIN) * self._last
 
 
 class _Size:
@@ -176,7 +186,7 @@ class _Size:
         gain = length.gain
         self.best = max(gain, 1.0)
         if self._chosen:
-            self._chosen = drafts if gain >= 1.0 - _MIN_GAIN else 0
+            self._chosen = drafts if length.new or gain >= 1.0 - _MIN_GAIN else 0
         elif gain > 1.0 + _MIN_GAIN:
             self._chosen = drafts
         return drafts if self._chosen or length.due(1.0) else 0
@@ -310,14 +320,19 @@ class Plus(BudgetPolicy):
             size.add_plain(seconds / self._plain_s)
             return
         length = size.length(self._drafted.shape[1])
-        length.clock.add(self._bin, seconds / self._believed_s)
+        usual_s = self._believed_s * float(length.clock.factor[self._bin])
+        if not length.settling:
+            length.clock.add(self._bin, seconds / self._believed_s)
         self._came += batch + int(num_accepted.sum())
         self._promised += self._expected
         honest = self._came / self._promised
         fade = math.exp(-batch / 8192)
         self._came, self._promised = self._came * fade, self._promised * fade
+        fair_s = min(seconds, usual_s if length.settling else 2.0 * usual_s)
         plain_s = self._plain_s * size.plain_factor
-        length.add(honest * self._expected / batch, seconds / plain_s, batch)
+        length.add(
+            honest * self._expected / batch, fair_s / plain_s, min(seconds, 8 * usual_s) / plain_s, batch
+        )
         self._learn(keep_depth, num_accepted)
 
     def _learn(self, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:

@@ -45,6 +45,8 @@ class Bench:
     def __init__(self, policy: Plus, cost: CostTable, seed: int = 0) -> None:
         self.policy, self.cost, self.rng = policy, cost, np.random.default_rng(seed)
         self.tokens, self.seconds, self.drafted = 0, 0.0, 0
+        self.hiccup_s = 0.0  # of the next step that drafts
+        self.catch_up_s, self.rested = 0.0, 0  # of a drafter for each step that it rested
 
     def serve(
         self, steps: int, batch: int, quality: float, belief: CostTable | None = None, width: int = 15
@@ -62,6 +64,10 @@ class Bench:
             if asked:
                 seconds = self.cost.seconds(batch, chosen.num_verify_tokens)
                 seconds += self.cost.draft_seconds(batch, drafts=asked)
+                seconds += self.hiccup_s + self.catch_up_s * self.rested
+                self.hiccup_s, self.rested = 0.0, 0
+            else:
+                self.rested += 1
             self.policy.observe(chosen.keep_depth, accepted, seconds)
             self.tokens += batch + int(accepted.sum())
             self.seconds += seconds
@@ -122,6 +128,17 @@ def test_it_comes_back_when_drafting_pays_again() -> None:
     easy = Bench(policy, cost, seed=1).serve(1500, batch=8, quality=2.5)
     assert easy.drafted > 1200
     assert easy.rate >= 0.97 * Bench(Plus(), cost, seed=1).serve(1500, batch=8, quality=2.5).rate
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_neither_a_slow_first_step_nor_a_drafter_that_catches_up_keeps_it_off(batch: int) -> None:
+    bench = Bench(Plus(), line())
+    bench.hiccup_s = 10.0  # everything compiles
+    assert bench.serve(300, batch, quality=1.0).drafted > 290
+    bench.catch_up_s = 0.002
+    assert bench.serve(2500, batch, quality=-4.0).drafted < 2000  # it rests in the hard stretch
+    drafted = bench.drafted
+    assert bench.serve(1500, batch, quality=2.5).drafted - drafted > 1000
 
 
 class OfOneLength(Plus):
