@@ -19,6 +19,7 @@ _MOST_BUDGETS = 512
 _NUM_BINS = 24
 _NEAR = np.exp(-0.5 * np.subtract.outer(np.arange(_NUM_BINS), np.arange(_NUM_BINS)) ** 2.0)
 _PROBE_SHARE = 0.002  # of the tokens, what looking again at an alternative may cost
+FIRST_GAIN = 1.25  # what drafting is thought to bring until it is known
 _MIN_GAIN = 0.005  # an alternative must look better by this share before it is taken up
 
 # As in dcut.selector, survival is sorted into bins by its floating-point bits, 32 an octave. What survives
@@ -106,10 +107,13 @@ class _Clock:
 class _Length:
     """What asking the drafter for one number of drafts has brought lately, against plain decoding."""
 
-    def __init__(self, gain: float) -> None:
+    def __init__(self, gain: float, batch_size: int) -> None:
         self.clock = _Clock()
         self.idle = 0  # steps since it was last asked for
-        self._tokens, self._plain_tokens = gain, 1.0  # a request's, fading: come, and by plain decoding
+        # A request's tokens, fading: those that came, and those of plain decoding in the same time. Requests
+        # differ more than steps, so a small batch believes its first ones less.
+        self._plain_tokens = 64.0 / batch_size
+        self._tokens = gain * self._plain_tokens
         self._last = 1.0  # what its newest step cost, in plain tokens a request
         self.steps = 0
         self.new = True  # tried too little to be judged
@@ -125,7 +129,7 @@ class _Length:
         Older ones fade over 32 steps or more; steps elsewhere count as an eighth of one, so that a lucky
         look does not stand alone.
         """
-        fade = math.exp(-(1 + self.idle / 8) / (32 + 256 / batch_size))
+        fade = math.exp(-(1 + self.idle / 8) / (32 + 512 / batch_size))
         self._tokens = fade * self._tokens + tokens
         self._plain_tokens = fade * self._plain_tokens + plain_tokens
         self._last, self.idle = spent, 0
@@ -146,7 +150,8 @@ class _Length:
 class _Size:
     """What was learnt at about one batch size: how long plain steps take, and what each length brings."""
 
-    def __init__(self, gain: float) -> None:
+    def __init__(self, gain: float, batch_size: int) -> None:
+        self.batch_size = batch_size
         self.plain_factor = 1.0  # by which plain steps take longer than the cost table says
         self.lengths: dict[int, _Length] = {}
         self.best = max(gain, 1.0)  # gain of the present choice
@@ -161,7 +166,7 @@ class _Size:
         """What is known of that many drafts; at first that they gain like the nearest batch size's."""
         found = self.lengths.get(drafts)
         if found is None:
-            found = self.lengths[drafts] = _Length(self._gain)
+            found = self.lengths[drafts] = _Length(self._gain, self.batch_size)
         return found
 
     def choose(self, lengths: Sequence[int]) -> int:
@@ -349,7 +354,8 @@ class Plus(BudgetPolicy):
         size = self._sizes.get(at)
         if size is None:
             nearest = min(self._sizes, key=lambda other: abs(other - at), default=None)
-            size = self._sizes[at] = _Size(1.0 if nearest is None else self._sizes[nearest].best)
+            gain = FIRST_GAIN if nearest is None else self._sizes[nearest].best
+            size = self._sizes[at] = _Size(gain, batch_size)
         return size
 
 
