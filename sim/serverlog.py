@@ -122,6 +122,11 @@ def read_log(path: str | Path) -> ServerLog:
         lockstep=lockstep,
         graph_sizes=graph_sizes,
     )
+    if log.reads.sum() < LEAST_REQUESTS // 2:
+        raise InputError(
+            f"{path / 'requests.jsonl'}: {log.reads.sum()} requests of the first half have more than one "
+            f"output token: a fit needs {LEAST_REQUESTS // 2} or more"
+        )
     needed = kv.num_blocks_of(int((log.prompt_tokens + log.output_tokens).max()), limits.block_size)
     if needed > limits.usable_blocks:
         raise InputError(
@@ -163,7 +168,8 @@ def _read_requests(file: Path) -> dict[str, np.ndarray]:
         prompt, output, _, queued, scheduled, first, last = values
         if not (prompt >= 1 and output >= 1 and prompt % 1 == 0 and output % 1 == 0):
             raise InputError(f"{file}: line {number} has {prompt:g} prompt and {output:g} output tokens")
-        if not (np.isfinite(values).all() and queued <= scheduled <= first <= last):
+        follow = queued <= scheduled < first and (first < last if output > 1 else first <= last)
+        if not (np.isfinite(values).all() and follow):
             raise InputError(f"{file}: line {number}: queued, scheduled, first and last token do not follow")
         rows.append(values)
     if len(rows) < LEAST_REQUESTS:

@@ -206,3 +206,6 @@ def test_a_log_that_is_not_there_or_too_short_is_refused(tmp_path: Path) -> None
         serverlog.read_log(tmp_path)
     with pytest.raises(InputError, match="holds 5 requests: a fit needs 20"):
         serverlog.read_log(write(tmp_path / "log", META, rows(5)))
+    single = [row | {"output_toks": 1, "last_token_ts": row["first_token_ts"]} for row in rows()]
+    with pytest.raises(InputError, match="0 requests of the first half have more than one output token"):
+        serverlog.read_log(write(tmp_path / "single", META, single))
