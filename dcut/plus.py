@@ -157,10 +157,20 @@ class _Size:
         self.best = max(gain, 1.0)  # gain of the present choice
         self._gain = gain
         self._chosen = -1  # length; 0 is plain decoding, -1 none yet
+        self._plain_steps, self._plain_idle = 0, 0
 
     def add_plain(self, measured_over_believed: float) -> None:
         """Count one plain step."""
-        self.plain_factor += 0.1 * (min(max(measured_over_believed, 0.5), 2.0) - self.plain_factor)
+        self._plain_steps += 1
+        self._plain_idle = 0
+        weight = max(0.1, 1.0 / self._plain_steps)
+        self.plain_factor += weight * (min(max(measured_over_believed, 0.5), 2.0) - self.plain_factor)
+
+    def _plain_due(self) -> bool:
+        """Whether to time a plain step: twice early on, then for its share of the tokens."""
+        self._plain_idle += 1
+        early = self._plain_steps < 2 and self._plain_idle >= 8
+        return early or self._plain_idle * _PROBE_SHARE >= max(self.best - 1.0, _MIN_GAIN)
 
     def length(self, drafts: int) -> _Length:
         """What is known of that many drafts; at first that they gain like the nearest batch size's."""
@@ -183,7 +193,7 @@ class _Size:
         for drafts in lengths:
             if drafts != self._chosen and self.lengths[drafts].due(self.best):
                 return drafts
-        return self._chosen
+        return 0 if self._chosen and self._plain_due() else self._chosen
 
     def _one(self, drafts: int) -> int:
         """`choose` where there is one length or none at all to ask for."""
@@ -194,7 +204,9 @@ class _Size:
             self._chosen = drafts if length.new or gain >= 1.0 - _MIN_GAIN else 0
         elif gain > 1.0 + _MIN_GAIN:
             self._chosen = drafts
-        return drafts if self._chosen or length.due(1.0) else 0
+        if self._chosen:
+            return 0 if self._plain_due() else drafts
+        return drafts if length.due(1.0) else 0
 
 
 @dataclass
@@ -205,7 +217,7 @@ class Plus(BudgetPolicy):
     - A step's worth is its tokens, bonus included, less what its seconds would bring at the rate reached
       lately. The best of each step at that price is the best rate over time (fractional programming,
       Dinkelbach 1967), which the best ratio of each single step is not.
-    - Step times start from the cost table and are corrected by those measured while serving.
+    - Step times start from the cost table and are corrected by those measured while serving, plain ones too.
     - Not drafting saves the drafter as well, and a drafter with several lengths (`cost.draft_lengths`) may be
       asked for fewer. The choice is what brought most tokens for its time lately; the others are tried again
       now and then, each for at most 0.2 % of the tokens.

@@ -172,6 +172,13 @@ def test_it_corrects_a_cost_table_by_the_times_that_it_measures() -> None:
     assert misled.rate >= 0.97 * right.rate
 
 
+def test_it_finds_out_that_plain_decoding_is_faster_than_the_table_says() -> None:
+    truth = line(a_step=3.0, a_token=0.3, draft=3.0)
+    plain = np.array([[b, 1.6 * truth.plain_seconds(b)] for b in (1, 8, 64)])
+    bench = Bench(Plus(), truth).serve(1500, batch=8, quality=0.0, belief=replace(truth, plain=plain))
+    assert bench.rate >= 0.97 * 8 / truth.plain_seconds(8)
+
+
 def test_a_fresh_run_forgets_the_last() -> None:
     policy = Plus()
     confidences = np.full((4, 15), 0.6, np.float32)
