@@ -2,7 +2,7 @@
 
     python bench/live.py [--trace DIR] [--policy off,full,ratio:0.5,dcut] [--batch-size 1,4,8,16,32]
 
-Before a batch size's turn its steps are profiled, for dcut to decide by; the policies then take turns, eight
+Before a batch size's turn its steps are profiled, for dcut to decide by; the policies then take turns, sixteen
 steps at a time, so that whatever else happens on the machine disturbs all of them alike. Times are CPU
 seconds of one thread unless --wall. Prefills are not counted. With --trace, a recording of the same prompts,
 `python -m sim.validate --trace DIR --live OUT` afterwards compares each run with its replay.
@@ -93,7 +93,7 @@ def main() -> None:
         with tqdm(total=len(runs) * count, unit=" requests", leave=False, disable=None) as bar:
             while any(engine.busy for engine, _, _ in runs.values()):
                 for engine, log, drift in runs.values():
-                    for step in filter(None, (engine.step() for _ in range(8))):
+                    for step in filter(None, (engine.step() for _ in range(16))):
                         log.add(step, engine.policy.labels[step.selection.bucket])
                         if len(step.request_id) >= STEADY * size:
                             drift.add(step)
