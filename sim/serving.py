@@ -384,12 +384,13 @@ def _coast(
 ) -> tuple[int, float]:
     """Plain steps of all who run, each as the loop would take it; the steps taken so far, and their end.
 
-    None where anybody waits or computes a prompt. The step in which a request ends, blocks run out or
-    something happens (at until_s) is left to the loop.
+    None where anybody computes a prompt, or waits while a seat is free. The step in which a request ends,
+    blocks run out or something happens (at until_s) is left to the loop.
     """
     q, m = queue[0], memory[0]
     batch, most, context_tokens = q.num_running, len(steps) - num_steps, 0
-    if q.num_front > 0 or q.head < q.tail or batch > q.max_tokens:
+    num_waiting = q.tail - q.head + q.num_front
+    if (num_waiting > 0 and batch < q.max_seqs) or batch > q.max_tokens:
         return num_steps, now_s
     for i in range(batch):
         book = books[running[i]]
@@ -428,7 +429,7 @@ def _coast(
         load.prefill_tokens = 0
         load.num_prompts = 0
         load.num_running = batch
-        load.num_waiting = 0
+        load.num_waiting = num_waiting
         load.kv_blocks = m.num_blocks - m.num_free
         load.num_preempted = 0
         gaps[gap_bin(end_s - now_s)] += batch
