@@ -111,8 +111,8 @@ class _Length:
         self.clock = _Clock()
         self.idle = 0  # steps since it was last asked for
         # A request's tokens, fading: those that came, and those of plain decoding in the same time. Requests
-        # differ more than steps, so a small batch believes its first ones less.
-        self._plain_tokens = 64.0 / batch_size
+        # differ more than steps do, so a small batch holds on to what is thought at first.
+        self._plain_tokens = 64.0 / batch_size**1.5
         self._tokens = gain * self._plain_tokens
         self._last = 1.0  # what its newest step cost, in plain tokens a request
         self.steps = 0
@@ -134,7 +134,7 @@ class _Length:
         self._plain_tokens = fade * self._plain_tokens + plain_tokens
         self._last, self.idle = spent, 0
         self.steps += 1
-        self.new = self.steps < max(4, 16 / batch_size)
+        self.new = self.steps < max(2, 16 / batch_size)
 
     @property
     def settling(self) -> bool:
