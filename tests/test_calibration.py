@@ -208,7 +208,7 @@ def test_the_command_writes_a_calibration_and_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "out/calibration-tiny-pair"
     stored = json.loads((out / "calibration.json").read_text())
     assert Calibration.from_dict(stored["isotonic"]).kind == "isotonic"
-    assert set(stored["domains"]) == {"chat", "code", "math", "prose"}
+    assert set(stored["domains"]) == {"chat", "code", "data", "math", "prose"}
     assert (out / "reliability.png").read_bytes()[:4] == b"\x89PNG"
 
 
