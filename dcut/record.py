@@ -74,7 +74,7 @@ def main() -> None:
         if str(error.name).startswith("runtime"):  # this folder's own runtime/ came first
             raise InputError("run it as a module: python -m dcut.record") from error
         raise InputError(
-            f"recording needs {error.name}: install the runtime extra, pip install 'dcut[runtime]'"
+            f"recording needs {error.name}: install the runtime extra, pip install -e '.[runtime]'"
         ) from error
     print(summary(record(config, progress=True), config.out))
 

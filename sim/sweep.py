@@ -217,7 +217,7 @@ def _by_ray(
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InputError("--ray needs Ray: pip install 'dcut[sweep]'") from error
+        raise InputError("--ray needs Ray: pip install -e '.[sweep]'") from error
     if address == "local":
         ray.init(
             "local", num_cpus=workers, include_dashboard=False, logging_level="error", log_to_driver=False

@@ -331,7 +331,7 @@ def test_help_needs_no_torch_and_the_missing_extra_names_itself() -> None:
     refused = run_command("-c", NO_TORCH, "--out", "nowhere")
     assert refused.returncode == 2
     assert refused.stderr.splitlines() == [
-        "error: recording needs torch: install the runtime extra, pip install 'dcut[runtime]'"
+        "error: recording needs torch: install the runtime extra, pip install -e '.[runtime]'"
     ]
 
 

@@ -45,7 +45,7 @@ def test_a_missing_extra_is_named_in_one_line() -> None:
     refused = call(hidden=("torch", "fastapi", "uvicorn"))
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
-    assert "pip install 'dcut[runtime]'" in refused.stderr
+    assert "pip install -e '.[runtime]'" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def main() -> None:
         if str(error.name).startswith("runtime"):  # this file's own folder came first
             raise InputError("run it as a module: python -m dcut.runtime.serve") from error
         raise InputError(
-            f"serving needs {error.name}: install the runtime extra, pip install 'dcut[runtime]'"
+            f"serving needs {error.name}: install the runtime extra, pip install -e '.[runtime]'"
         ) from error
     run(config)
 
