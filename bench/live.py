@@ -2,10 +2,10 @@
 
     python bench/live.py [--trace DIR] [--policy off,full,ratio:0.5,dcut] [--batch-size 1,4,8,16,32]
 
-Before a batch size's turn its steps are profiled, for dcut to decide by; the policies then take turns, sixteen
-steps at a time, so that whatever else happens on the machine disturbs all of them alike. Times are CPU
-seconds of one thread unless --wall. Prefills are not counted. With --trace, a recording of the same prompts,
-`python -m sim.validate --trace DIR --live OUT` afterwards compares each run with its replay.
+Before a batch size's turn its steps are profiled, for dcut to decide by; the policies then take turns,
+sixteen steps at a time, so that whatever else happens on the machine disturbs all of them alike. Times are
+CPU seconds of one thread unless --wall. Prefills are not counted. With --trace, a recording of the same
+prompts, `python -m sim.validate --trace DIR --live OUT` afterwards compares each run with its replay.
 """
 
 import argparse
