@@ -19,6 +19,8 @@ _MOST_BUDGETS = 512
 _NUM_BINS = 24
 _NEAR = np.exp(-0.5 * np.subtract.outer(np.arange(_NUM_BINS), np.arange(_NUM_BINS)) ** 2.0)
 _PROBE_SHARE = 0.002  # of the tokens, what looking again at an alternative may cost
+_FIRST_SHARE = 0.01  # the same for the first look at what the cost table holds out little hope for
+_HOPE = 0.8  # the gain that the cost table must let expect for drafting from the start
 FIRST_GAIN = 1.25  # what drafting is thought to bring until it is known
 _MIN_GAIN = 0.005  # an alternative must look better by this share before it is taken up
 
@@ -52,6 +54,24 @@ def budgets_on(cost: CostTable, batch_size: int, drafts: int) -> Budgets:
         edges = edges[np.unique(np.linspace(0, len(edges) - 1, _MOST_BUDGETS).astype(np.int64))]
     total = seconds[edges] + cost.draft_seconds(batch_size, extrapolate=True, drafts=drafts)
     return Budgets(edges, total, (_NUM_BINS * np.sqrt(edges / (most + 1))).astype(np.int64))
+
+
+class Thought(NamedTuple):
+    """What asking for a number of drafts may bring, before any was seen."""
+
+    gain: float  # tokens over those of plain decoding in the same time
+    spent: float  # that time, in plain tokens a request
+
+
+@lru_cache(maxsize=1024)
+def _thought(cost: CostTable, batch_size: int, drafts: int) -> Thought:
+    """By the cost table alone, where each draft is accepted with 0.75 after those before it."""
+    seconds = cost.draft_seconds(batch_size, extrapolate=True, drafts=drafts)
+    curve = cost.curve(batch_size, batch_size * (1 + drafts), extrapolate=True)
+    steps = (seconds + curve[batch_size::batch_size]) / _plain_seconds(cost, batch_size)
+    gains = np.cumsum(0.75 ** np.arange(drafts + 1)) / steps
+    best = int(np.argmax(gains))
+    return Thought(float(gains[best]), float(steps[best]))
 
 
 @lru_cache(maxsize=1024)
@@ -116,7 +136,13 @@ class _Length:
         self._tokens = gain * self._plain_tokens
         self._last = 1.0  # what its newest step cost, in plain tokens a request
         self.steps = 0
-        self.new = True  # tried too little to be judged
+        self.new = True  # promising, and tried too little to be judged
+
+    def think(self, thought: Thought, batch_size: int) -> None:
+        """Begin from what the cost table lets expect."""
+        self._plain_tokens = 64.0 / batch_size**1.5
+        self._tokens = thought.gain * self._plain_tokens
+        self._last = thought.spent
 
     @property
     def gain(self) -> float:
@@ -134,7 +160,7 @@ class _Length:
         self._plain_tokens = fade * self._plain_tokens + plain_tokens
         self._last, self.idle = spent, 0
         self.steps += 1
-        self.new = self.steps < max(2, 16 / batch_size)
+        self.new &= self.steps < max(2, 16 / batch_size)
 
     @property
     def settling(self) -> bool:
@@ -144,7 +170,8 @@ class _Length:
     def due(self, best: float) -> bool:
         """Whether one more look costs little enough by now, where gaining `best` is given up for it."""
         self.idle += 1
-        return self.new or self.idle * _PROBE_SHARE >= max(best - self.gain, _MIN_GAIN) * self._last
+        share = _PROBE_SHARE if self.steps else _FIRST_SHARE
+        return self.new or self.idle * share >= max(best - self.gain, _MIN_GAIN) * self._last
 
 
 class _Size:
@@ -156,7 +183,7 @@ class _Size:
         self.lengths: dict[int, _Length] = {}
         self.best = max(gain, 1.0)  # gain of the present choice
         self._gain = gain
-        self._chosen = -1  # length; 0 is plain decoding, -1 none yet
+        self._chosen = 0  # length; 0 is plain decoding
         self._plain_steps, self._plain_idle = 0, 0
 
     def add_plain(self, measured_over_believed: float) -> None:
@@ -165,6 +192,16 @@ class _Size:
         self._plain_idle = 0
         weight = max(0.1, 1.0 / self._plain_steps)
         self.plain_factor += weight * (min(max(measured_over_believed, 0.5), 2.0) - self.plain_factor)
+
+    def begin(self, thoughts: dict[int, Thought]) -> None:
+        """Start with the most promising length, or with none where the cost table holds out little hope."""
+        for drafts, thought in thoughts.items():
+            length = self.length(drafts)
+            length.new = thought.gain >= _HOPE
+            if not length.new:
+                length.think(thought, self.batch_size)
+        best = max(thoughts, key=lambda drafts: thoughts[drafts].gain)
+        self._chosen = best if thoughts[best].gain >= _HOPE else 0
 
     def _plain_due(self) -> bool:
         """Whether to time a plain step: twice early on, then for its share of the tokens."""
@@ -181,8 +218,6 @@ class _Size:
 
     def choose(self, lengths: Sequence[int]) -> int:
         """The number of drafts to ask for: what brought most lately, now and then another for a look."""
-        if self._chosen < 0:
-            self._chosen = lengths[-1]
         if len(lengths) == 1:
             return self._one(lengths[0])
         gains = {0: 1.0} | {drafts: self.length(drafts).gain for drafts in lengths}
@@ -251,7 +286,10 @@ class Plus(BudgetPolicy):
     def draft_length(self, batch_size: int, longest: int, cost: CostTable | None = None) -> int:
         if cost is None:
             return longest
-        return self._size(batch_size).choose(_lengths(cost, longest))
+        size, lengths = self._size(batch_size), _lengths(cost, longest)
+        if not size.lengths:
+            size.begin({drafts: _thought(cost, batch_size, drafts) for drafts in lengths})
+        return size.choose(lengths)
 
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
