@@ -24,7 +24,7 @@ from dcut.policies import parse_policies
 from runtime.engine import Engine, Request
 from runtime.pair import weights
 from runtime.profiler import Drift, profile
-from runtime.recorder import Log, describe, read_prompts, write_live
+from runtime.recorder import Log, describe, read_prompts, settle, write_live
 from runtime.text import Codec
 from runtime.verifier import open_pair
 from sim.engine import STEADY
@@ -90,6 +90,7 @@ def main() -> None:
             for request, domain in asked:
                 runs[name][1].expect(request, domain)
                 engine.add(request)
+        settle()
         with tqdm(total=len(runs) * count, unit=" requests", leave=False, disable=None) as bar:
             while any(engine.busy for engine, _, _ in runs.values()):
                 for engine, log, drift in runs.values():
