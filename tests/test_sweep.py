@@ -111,7 +111,7 @@ def test_ray_writes_the_same_bytes_as_one_process(config: Config, tmp_path: Path
 
 def test_without_ray_the_extra_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"--ray needs Ray: pip install 'dcut\[sweep\]'"):
+    with pytest.raises(InputError, match=r"--ray needs Ray: pip install -e '\.\[sweep\]'"):
         sweep.sweep(dataclasses.replace(config, ray="local"))
 
 
