@@ -54,14 +54,8 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
     cost = CostTable.load(config.cost) if config.cost else trace.cost
     if cost is None:
         raise InputError(f"trace {config.trace} has no cost table: give one with --cost FILE (.csv or .json)")
-    batch_sizes = config.batch_sizes or measured_batch_sizes(cost)
+    batch_sizes = checked_batch_sizes(cost, config.batch_sizes, config.requests)
     for batch_size in batch_sizes:
-        cost.check_batch_size(batch_size)
-        if config.requests is not None and config.requests < batch_size:
-            raise InputError(
-                f"--requests {config.requests} cannot fill batch size {batch_size}: "
-                f"ask for {batch_size} or more"
-            )
         if (num_requests := config.requests or default_requests(trace, batch_size)) > MOST_REQUESTS:
             raise InputError(
                 f"{num_requests} requests at batch size {batch_size}: a replay keeps them all in memory, "
@@ -106,6 +100,18 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
 def default_requests(trace: Trace, batch_size: int) -> int:
     """Requests enough for a throughput within about 1 % from seed to seed, in about a second."""
     return max(16 * batch_size, round(100_000 / trace.arrays.output_tokens.mean()))
+
+
+def checked_batch_sizes(cost: CostTable, asked: Sequence[int] | None, requests: int | None) -> Sequence[int]:
+    """The batch sizes asked for, else the measured ones; InputError where one has no price or too few."""
+    batch_sizes = asked or measured_batch_sizes(cost)
+    for batch_size in batch_sizes:
+        cost.check_batch_size(batch_size)
+        if requests is not None and requests < batch_size:
+            raise InputError(
+                f"--requests {requests} cannot fill batch size {batch_size}: ask for {batch_size} or more"
+            )
+    return batch_sizes
 
 
 def measured_batch_sizes(cost: CostTable) -> list[int]:

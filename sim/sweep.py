@@ -28,7 +28,7 @@ from sim import arrivals, load, results
 from sim.arrivals import open_traffic, request_order, whole_number
 from sim.engine import Engine
 from sim.load import Load, prices, replay_load
-from sim.replay import default_requests, measured_batch_sizes, parse_batch_sizes
+from sim.replay import checked_batch_sizes, default_requests, parse_batch_sizes
 from traces.schema import Trace
 from traces.store import open_trace
 
@@ -144,13 +144,7 @@ def _steady(config: Config) -> list[Cell]:
     cost = CostTable.load(config.cost) if config.cost else trace.cost
     if cost is None:
         raise InputError(f"trace {config.trace} has no cost table: give one with --cost FILE (.csv or .json)")
-    batch_sizes = config.batch_sizes or measured_batch_sizes(cost)
-    for batch_size in batch_sizes:
-        cost.check_batch_size(batch_size)
-        if config.requests is not None and config.requests < batch_size:
-            raise InputError(
-                f"--requests {config.requests} cannot fill batch size {batch_size}: ask for more"
-            )
+    batch_sizes = checked_batch_sizes(cost, config.batch_sizes, config.requests)
     return [Steady(config.trace, cost, config.requests, "off", size, 0) for size in batch_sizes]
 
 
