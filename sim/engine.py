@@ -295,9 +295,13 @@ class Engine:
             selection.expected_tokens,
         )
         if batch and self.policy.learns:
-            self.policy.observe(selection.keep_depth, self.accepted[:batch], draft_s + verify_s)
+            self.learn(selection, draft_s + verify_s)
         self.num_steps += 1
         self.num_decisions += batch if self.record_decisions else 0
+
+    def learn(self, selection: Selection, seconds: float) -> None:
+        """Tell the policy what became of the step."""
+        self.policy.observe(selection.keep_depth, self.accepted[: len(self.batch)], seconds)
 
 
 @compiled

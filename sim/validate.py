@@ -15,18 +15,24 @@ from tqdm import tqdm
 from dcut.cost import CostTable
 from dcut.errors import InputError, guard
 from dcut.policies import parse_policy
+from dcut.selector import Selection
 from sim import results, serverlog
-from sim.engine import STEADY, Engine
+from sim.engine import SLOT, STEADY, Engine
 from traces.schema import Trace
 from traces.store import open_trace, read_directory
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What a live engine wrote down: its steps, decisions and tokens."""
+    """What a live engine wrote down: its steps, decisions and tokens.
+
+    own_batches: the engine made up its batches by rules of its own (vLLM), not by those of the replayed
+    engine, and prompts share its steps.
+    """
 
     policy: str
     batch_size: int
+    own_batches: bool
     requests: pl.DataFrame
     steps: pl.DataFrame
     decisions: pl.DataFrame
@@ -85,12 +91,75 @@ def _read_run(path: Path) -> LiveRun:
         raise InputError(f"{path} was recorded in pieces: its steps are not one run that can be replayed")
     columns = {name: tables[name] for name in ("requests", "steps", "decisions", "tokens")}
     cost = CostTable.from_dict(documents["cost"])
-    return LiveRun(meta["policy"], meta["batch_size"], **columns, cost=cost)
+    own_batches = bool(meta.get("own_batches"))
+    return LiveRun(meta["policy"], meta["batch_size"], own_batches, **columns, cost=cost)
+
+
+class Follower(Engine):
+    """Decides in the batches of a live run, step by step: the same requests, in the same order, as far on.
+
+    All else is the replayed engine's: drafts, acceptance and times come from the trace and the cost table, to
+    which a step's prompt tokens add their own. A policy that learns is told what the live one saw.
+    """
+
+    def __init__(self, trace: Trace, live: LiveRun, order: np.ndarray) -> None:
+        """order: int64 [requests], the index in the trace of each of `live.requests` by rising request_id.
+
+        Raises InputError as `Engine` does, where steps lack requests, and where they leave the trace.
+        """
+        super().__init__(
+            trace, parse_policy(live.policy), live.cost, live.batch_size, order, record_decisions=True
+        )
+        sizes, steps = live.steps["batch_size"].to_numpy(), live.decisions["step"].to_numpy()
+        if not np.array_equal(np.repeat(live.steps["step"].to_numpy(), sizes), steps):
+            raise InputError(
+                "the run's decisions are not those of its steps, one after the other: record anew"
+            )
+        ids = live.requests.sort("request_id")["request_id"].to_numpy()
+        request = np.searchsorted(ids, live.decisions["request_id"].to_numpy())
+        source, arrays = order[request], trace.arrays
+        self.rows = np.zeros(len(request), SLOT)
+        self.rows["request"] = request
+        self.rows["position"] = position = live.decisions["position"].to_numpy()
+        self.rows["row"] = arrays.first_row[source] + position
+        self.rows["left"] = arrays.output_tokens[source] - 1 - position
+        self.rows["context"] = arrays.prompt_tokens[source] + 1 + position
+        if self.rows["left"].min() < 1:
+            at = int(self.rows["left"].argmin())
+            raise InputError(f"request {ids[request[at]]} decodes at position {position[at]}, behind its end")
+        self.ends = np.cumsum(sizes)
+        self.prefill_tokens = live.steps["prefill_tokens"].to_numpy()
+        self.live_s = live.steps["step_s"].to_numpy()
+        self.live_accepted = np.minimum(live.decisions["num_accepted"].to_numpy(), self.rows["left"] - 1)
+        self.live_depth = live.decisions["keep_depth"].to_numpy()
+
+    def admit(self, now_s: float) -> int:
+        """Take the batch that the live run had in this step; return how many are active."""
+        self.batch = self.rows[self._recorded] if self.num_steps < len(self.ends) else self.rows[:0]
+        return len(self.batch)
+
+    def verify(
+        self, confidences: np.ndarray, selection: Selection, context_tokens: int
+    ) -> tuple[float, float]:
+        """Seconds of the drafter and of the target, with the prompts that shared its pass."""
+        draft_s, verify_s = super().verify(confidences, selection, context_tokens)
+        return draft_s, verify_s + self.cost.prefill_seconds(int(self.prefill_tokens[self.num_steps]))
+
+    def learn(self, selection: Selection, seconds: float) -> None:
+        """Tell the policy what became of the live step."""
+        depth, accepted = self.live_depth[self._recorded], self.live_accepted[self._recorded]
+        self.policy.observe(depth, accepted, float(self.live_s[self.num_steps]))
+
+    @property
+    def _recorded(self) -> slice:
+        before = self.ends[self.num_steps - 1] if self.num_steps else 0
+        return slice(before, self.ends[self.num_steps])
 
 
 def compare(trace: Trace, live: LiveRun) -> Comparison:
     """Replay a live run's requests, in their order and with its policy, batch size and costs, and compare.
 
+    Where the live engine made up its own batches, the replay follows them.
     Raises InputError where the trace lacks one of the requests, or holds an output of another length.
     """
     asked = live.requests.sort("request_id")
@@ -103,8 +172,11 @@ def compare(trace: Trace, live: LiveRun) -> Comparison:
             f"{lost['recorded'][0] or 'none'} in the trace: not a recording of the same requests"
         )
     order = both["index"].to_numpy().astype(np.int64)
-    policy = parse_policy(live.policy)
-    run = Engine(trace, policy, live.cost, live.batch_size, order, record_decisions=True).run()
+    if live.own_batches:
+        run = Follower(trace, live, order).run()
+    else:
+        policy = parse_policy(live.policy)
+        run = Engine(trace, policy, live.cost, live.batch_size, order, record_decisions=True).run()
     replayed = results.tables(run, trace)["decisions"]
     same = live.decisions.join(replayed, on=["step", "request_id", "position", "keep_depth"], how="semi")
     tokens = live.tokens.join(
