@@ -264,7 +264,8 @@ class Plus(BudgetPolicy):
 
     def __post_init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
-        self._prices: dict[tuple[int, int], tuple[int, np.ndarray]] = {}  # corrected seconds of all budgets
+        # Corrected seconds of all budgets, by batch size and drafts; of which table and version of the clock.
+        self._prices: dict[tuple[int, int], tuple[CostTable | None, int, np.ndarray]] = {}
         self._calibrations: dict[int, OnlineCalibration] = {}  # by number of drafts
         self._recent: np.ndarray | None = None  # histogram of survival of recent steps, where decisions lag
         self._came, self._promised = 512.0, 512.0  # tokens that came, and that were expected; they fade
@@ -331,10 +332,10 @@ class Plus(BudgetPolicy):
         else:
             budgets, size = budgets_on(cost, batch, drafts), self._size(batch)
             clock = size.length(drafts).clock
-            version, seconds = self._prices.get((batch, drafts), (-1, budgets.seconds))
-            if version != clock.version:
+            table, version, seconds = self._prices.get((batch, drafts), (None, 0, budgets.seconds))
+            if table is not cost or version != clock.version:
                 seconds = budgets.seconds * clock.factor[budgets.bins]
-                self._prices[batch, drafts] = clock.version, seconds
+                self._prices[batch, drafts] = cost, clock.version, seconds
             price = size.best * batch / (self._plain_s * size.plain_factor)
             stretch = clock.stretch()
         recent = _NOTHING if stale is None else self._remembered(stale, calibration)
@@ -365,6 +366,9 @@ class Plus(BudgetPolicy):
             _remember(start, calibration.odds, calibration.tilt, self._recent)
         _remember(check_confidences(stale), calibration.odds, calibration.tilt, self._recent)
         return self._recent
+
+    def drafted(self, confidences: np.ndarray) -> None:
+        self._drafted = confidences
 
     def observe(self, keep_depth: np.ndarray, num_accepted: np.ndarray, seconds: float) -> None:
         if not self._plain_s:

@@ -78,6 +78,10 @@ class BudgetPolicy:
         budget = np.array([settled.num_verify_tokens - len(confidences)])
         return select(confidences, budget, np.ones(1))._replace(bucket=settled.bucket)
 
+    def drafted(self, confidences: np.ndarray) -> None:
+        """Where the engine had only older confidences to select by: those of the drafts verified, before
+        `observe`; float32 [batch, drafts] as in `select`, drafts at least 1."""
+
     def observe(self, keep_depth: np.ndarray, num_accepted: np.ndarray, seconds: float) -> None:
         """Learn from the step just selected and its time.
 

@@ -249,6 +249,9 @@ class VllmAdaptive(BudgetPolicy):
             confidences, stale = (self._estimator.probabilities(c) for c in (confidences, stale))
         return keep_best(confidences, self.budget(stale, cost, context_tokens) if drafts else 0)
 
+    def drafted(self, confidences: np.ndarray) -> None:
+        self._drafted = confidences
+
     def observe(self, keep_depth: np.ndarray, num_accepted: np.ndarray, seconds: float) -> None:
         if self._estimator is not None and self._drafted is not None:
             self._estimator.observe(self._drafted, keep_depth, num_accepted)

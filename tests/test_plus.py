@@ -272,3 +272,24 @@ def test_flat_costs_are_used_to_the_full(batch: int, drafts: int) -> None:
     flat = CostTable.from_samples([Sample("verify", b, b * k, 0.01) for b in (1, 64) for k in (1, 16)])
     chosen = Plus().select(np.full((batch, drafts), 0.4, np.float32), flat)
     assert chosen.keep_depth.tolist() == [drafts] * batch
+
+
+def test_each_step_is_priced_by_the_table_that_it_comes_with() -> None:
+    confidences = np.random.default_rng(0).beta(3, 0.7, (8, 15)).astype(np.float32)
+    policy = Plus()
+    alone = {cost: Plus().select(confidences, cost) for cost in (staircase(), line(a_token=0.2))}
+    for _ in range(2):
+        for cost, chosen in alone.items():
+            assert policy.select(confidences, cost).keep_depth.tolist() == chosen.keep_depth.tolist()
+
+
+def test_labels_belong_to_the_drafts_verified_where_older_ones_settled_the_budget() -> None:
+    rng, policy, cost = np.random.default_rng(0), Plus(), line()
+    for _ in range(60):
+        fresh = rng.uniform(0.05, 0.95, (32, 15)).astype(np.float32)
+        hits = np.logical_and.accumulate(rng.random(fresh.shape) < fresh, axis=1).sum(axis=1)
+        stale = rng.uniform(0.05, 0.95, (32, 15)).astype(np.float32)
+        policy.select_lagged(stale, stale, cost)
+        policy.drafted(fresh)
+        policy.observe(np.full(32, 15), hits, 0.02)
+    assert policy._calibrations[15].slope == pytest.approx(1.0, abs=0.15)  # of stale ones it would be 0
