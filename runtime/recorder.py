@@ -5,11 +5,11 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import polars as pl
@@ -100,8 +100,22 @@ class Log:
         self.finished, self.steps = [], []
 
 
+class Dense(Protocol):
+    """Drafts from every output position of a finished text, as the live drafter would have there."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def draft_length(self) -> int: ...
+
+    def anchors(self, texts: Sequence[Recorded]) -> list[pl.DataFrame]:
+        """The rows of anchors.parquet of each text: one for each output position."""
+        ...
+
+
 class DensePass:
-    """Drafts from every output position of a finished text, as the live drafter would have there.
+    """The dense pass with our own models.
 
     The target runs over the text once; the drafter then drafts from many anchors at a time, each in a slot
     of its own that knows the text up to its anchor: the live drafter's own code and kernels.
@@ -116,9 +130,9 @@ class DensePass:
         room = max_context + 2 * drafter.draft_length + 1
         self.verifier = TorchVerifier(target, SLOTS + 1, room, drafter.taps, drafter.draft_length)
         self.drafter, self.temperature, self.seed = drafter, temperature, seed
+        self.draft_length = drafter.draft_length
 
     def anchors(self, texts: Sequence[Recorded]) -> list[pl.DataFrame]:
-        """The rows of anchors.parquet of each text: one for each output position."""
         self._forget()  # what an interrupt may have left
         futures = self._continue(texts) if self.temperature == 0 else [np.zeros(0, np.int64)] * len(texts)
         self._forget()
@@ -130,7 +144,7 @@ class DensePass:
         found: list[list[int]] = [[] for _ in texts]
         for i, text in enumerate(texts):
             prompt = [*text.request.prompt, *text.output]
-            engine.add(Request(i, prompt, self.drafter.draft_length, stop_token_ids=()))
+            engine.add(Request(i, prompt, self.draft_length, stop_token_ids=()))
         while step := engine.step():
             for emission in step.emissions:
                 found[emission.request_id] += emission.tokens
@@ -141,7 +155,7 @@ class DensePass:
             self.drafter.release(slot)
 
     def _anchors(self, text: Recorded, future: np.ndarray) -> pl.DataFrame:
-        prompt, output, width = text.request.prompt, text.output, self.drafter.draft_length
+        prompt, output, width = text.request.prompt, text.output, self.draft_length
         known, num_anchors = np.array([*prompt, *output]), len(output)
         source = SLOTS
         rows = Rows.of(np.array([source]), np.zeros(1, np.int64), np.array([len(known)]))
@@ -204,7 +218,7 @@ class Recorder(Log):
     def __init__(
         self,
         out: str | Path,
-        dense: DensePass,
+        dense: Dense,
         meta: dict[str, Any],
         cost: CostTable | None,
         every: int | None = 32,
@@ -218,7 +232,7 @@ class Recorder(Log):
         self.ahead: list[pl.DataFrame] = []  # anchors of the first of `finished`
         self.kept = {
             "requests": pl.DataFrame(schema=REQUESTS),
-            "anchors": pl.DataFrame(schema=anchors_schema(dense.drafter.draft_length, dense.temperature > 0)),
+            "anchors": pl.DataFrame(schema=anchors_schema(dense.draft_length, dense.temperature > 0)),
             "steps": pl.DataFrame(schema=STEPS),
             "decisions": pl.DataFrame(schema=DECISIONS),
         }
@@ -264,7 +278,9 @@ class Recorder(Log):
 
     def _write(self, partial: bool) -> Trace:
         tables = self.kept
-        known = tables["decisions"].join(tables["requests"].select("request_id"), on="request_id", how="semi")
+        known = tables["decisions"].join(
+            tables["requests"].select("request_id"), on="request_id", how="semi", maintain_order="left"
+        )
         meta = self.meta | {"partial": partial}
         trace = Trace(meta, tables["requests"], tables["anchors"], self.cost, tables["steps"], known)
         if self.dense.temperature == 0:
@@ -378,32 +394,31 @@ def describe(verifier: TorchVerifier, drafter: Drafter, target: Path, drafter_na
     }
 
 
-def record(config: Config, progress: bool = False) -> Trace:
-    """Run `config`'s prompts live with full verification and write the trace; an interrupt leaves it partial.
-
-    Raises InputError on models, prompts or a place that cannot be used, before the run wherever possible.
-    """
+def free_place(config: Config) -> Path:
+    """Where the trace goes. Raises InputError where something is there that --resume does not ask for."""
     out = Path(config.out)
     if out.exists() and any(out.iterdir()) and not config.resume:
         raise InputError(f"{out} is not empty: give another place, or --resume to carry on with it")
-    clock = time.perf_counter
-    if config.cpu_time:
-        torch.set_num_threads(1)
-        clock = time.thread_time
-    directory = Path(config.target or weights.path("target"))
+    return out
+
+
+def asked_for(config: Config, directory: Path) -> tuple[list[Prompt], int]:
+    """The prompts of a recording, and the tokens of the longest with its output. directory: the target's."""
     prompts = read_prompts(config.prompts or weights.PROMPTS, Codec.load(directory), config.requests)
-    longest = max(len(prompt.tokens) for prompt in prompts) + config.max_tokens
-    spec = config.drafter or weights.path("dflash16")
-    num_slots = max(config.concurrency, PROFILED)
-    dtype = config.dtype or ("float32" if config.device == "cpu" else "bfloat16")
-    verifier, drafter = open_pair(directory, spec, num_slots, longest, config.device, dtype)
-    if longest > (most := verifier.model.config.max_position_embeddings):
+    return prompts, max(len(prompt.tokens) for prompt in prompts) + config.max_tokens
+
+
+def check_context(longest: int, config: Config, most: int) -> None:
+    """Raise InputError where the longest prompt and its output are more than the target takes."""
+    if longest > most:
         raise InputError(
             f"the longest prompt and {config.max_tokens} tokens more are {longest}, the target takes {most}"
         )
-    alone = open_drafter(spec, verifier.model, SLOTS + 1, longest + drafter.draft_length)
-    dense = DensePass(verifier.model, alone, longest, config.temperature, config.seed)
-    meta = describe(verifier, drafter, directory, Path(spec).name) | {
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """What a trace's meta.json says of the run."""
+    return {
         "temperature": config.temperature,
         "max_tokens": config.max_tokens,
         "batch_size": config.concurrency,
@@ -411,6 +426,41 @@ def record(config: Config, progress: bool = False) -> Trace:
         "seed": config.seed,
         "clock": "cpu" if config.cpu_time else "wall",
     }
+
+
+def carry_out(recorder: Recorder, serve: Callable[[], None], num_asked: int) -> Trace:
+    """Let `serve` run all `num_asked` requests and finish the trace; an interrupt leaves it partial."""
+    try:
+        serve()
+    except KeyboardInterrupt:
+        print("interrupted: writing what has finished", file=sys.stderr)
+        trace = recorder.close(partial=True)
+        kept = f"{len(trace.requests)} of {num_asked} requests are in {recorder.out}"
+        print(f"{kept}; carry on with --resume", file=sys.stderr)
+        raise
+    return recorder.close()
+
+
+def record(config: Config, progress: bool = False) -> Trace:
+    """Run `config`'s prompts live with full verification and write the trace; an interrupt leaves it partial.
+
+    Raises InputError on models, prompts or a place that cannot be used, before the run wherever possible.
+    """
+    out = free_place(config)
+    clock = time.perf_counter
+    if config.cpu_time:
+        torch.set_num_threads(1)
+        clock = time.thread_time
+    directory = Path(config.target or weights.path("target"))
+    prompts, longest = asked_for(config, directory)
+    spec = config.drafter or weights.path("dflash16")
+    num_slots = max(config.concurrency, PROFILED)
+    dtype = config.dtype or ("float32" if config.device == "cpu" else "bfloat16")
+    verifier, drafter = open_pair(directory, spec, num_slots, longest, config.device, dtype)
+    check_context(longest, config, verifier.model.config.max_position_embeddings)
+    alone = open_drafter(spec, verifier.model, SLOTS + 1, longest + drafter.draft_length)
+    dense = DensePass(verifier.model, alone, longest, config.temperature, config.seed)
+    meta = describe(verifier, drafter, directory, Path(spec).name) | settings(config)
     texts = [prompt.tokens for prompt in prompts]
     context = round(float(np.mean([len(text) for text in texts])) + config.max_tokens / 2)
     measured = cached_profile(
@@ -424,18 +474,14 @@ def record(config: Config, progress: bool = False) -> Trace:
         for i, prompt in enumerate(prompts)
         if i not in recorder.done
     ]
-    drift = Drift(measured.cost)
-    try:
+
+    def serve() -> None:
+        drift = Drift(measured.cost)
         run_closed(engine, asked, recorder, drift, progress)
-    except KeyboardInterrupt:
-        print("interrupted: writing what has finished", file=sys.stderr)
-        trace = recorder.close(partial=True)
-        kept = f"{len(trace.requests)} of {len(prompts)} requests are in {out}"
-        print(f"{kept}; carry on with --resume", file=sys.stderr)
-        raise
-    if warning := str(drift):
-        print(warning, file=sys.stderr)
-    return recorder.close()
+        if warning := str(drift):
+            print(warning, file=sys.stderr)
+
+    return carry_out(recorder, serve, len(prompts))
 
 
 def settle() -> None:
