@@ -13,6 +13,7 @@ from dcut.cost import CostTable
 from dcut.errors import InputError
 from dcut.policies import BudgetPolicy
 from dcut.selector import Selection
+from runtime.chooser import Chooser
 from runtime.drafter import Drafter, Drafts, Seen
 from runtime.kv_cache import Rows
 from runtime.verifier import Output, Verifier, accept
@@ -140,15 +141,11 @@ class Engine:
     @property
     def policy(self) -> BudgetPolicy:
         """What decides from the next step on. Raises InputError for an oracle, which nobody can feed."""
-        return self._policy
+        return self.chooser.policy
 
     @policy.setter
     def policy(self, policy: BudgetPolicy) -> None:
-        if policy.sees != "confidences":
-            raise InputError(f"{type(policy).__name__} must know the future: only a replay can run it")
-        self._policy = policy.start()
-        # Of the last steps that drafted, a ring: the confidences of each request, by slot.
-        self.history: deque[dict[int, np.ndarray]] = deque({} for _ in range(policy.lag))
+        self.chooser = Chooser(policy)
 
     @property
     def draft_length(self) -> int:
@@ -195,7 +192,7 @@ class Engine:
         first_tokens, prefill_tokens = self.admit()
         start_s = self.clock()
         if not self.batch:  # every request ended with its first token
-            return _empty_step(start_s, prefill_tokens, start_s - began_s, first_tokens)
+            return empty_step(start_s, prefill_tokens, start_s - began_s, first_tokens)
         slots, lengths, anchors = self.anchors()
         drafts = self.draft(slots, lengths, anchors)
         drafted_s = self.clock()
@@ -270,18 +267,7 @@ class Engine:
 
     def select(self, confidences: np.ndarray, context_tokens: int) -> Selection:
         """The policy's choice, by this step's confidences or, where its decisions lag, also by older ones."""
-        width = confidences.shape[1]
-        if not self.history or not width:
-            return self.policy.select(confidences, self.cost, context_tokens)
-        seen = self.history[0]
-        self.history.rotate(-1)
-        stale = np.ones_like(confidences)
-        for i, running in enumerate(self.batch):
-            if running.slot in seen:
-                before = seen[running.slot][:width]
-                stale[i, : len(before)] = before
-            seen[running.slot] = confidences[i]
-        return self.policy.select_lagged(confidences, stale, self.cost, context_tokens)
+        return self.chooser.select(confidences, [r.slot for r in self.batch], self.cost, context_tokens)
 
     def verify(
         self,
@@ -332,8 +318,7 @@ class Engine:
 
     def _release(self, running: Running) -> None:
         self.drafter.release(running.slot)
-        for seen in self.history:
-            seen.pop(running.slot, None)
+        self.chooser.forget(running.slot)
         heapq.heappush(self.free_slots, running.slot)
 
     def _prefill(self, some: list[Running]) -> list[Emission]:
@@ -383,7 +368,8 @@ def _chance(batch: list[Running], width: int) -> tuple[np.ndarray | None, np.nda
     return temperatures, np.stack([r.random.random(width) for r in batch])
 
 
-def _empty_step(start_s: float, prefill_tokens: int, prefill_s: float, emissions: list[Emission]) -> Step:
+def empty_step(start_s: float, prefill_tokens: int, prefill_s: float, emissions: list[Emission]) -> Step:
+    """A step without a batch: every request that was admitted ended with its first token."""
     none = np.zeros(0, np.int64)
     times = 0, 0.0, 0.0, 0.0, 0.0, None
     selection = Selection(none, 0, 0, 0.0)
