@@ -9,11 +9,11 @@ import numpy as np
 
 from dcut.cost import CostTable
 from dcut.policies import BudgetPolicy
-from dcut.protocol import UniformPolicy
 from dcut.scores import survival
 from dcut.selector import Selection
 from runtime.chooser import Chooser
 from runtime.engine import Emission, Step, empty_step
+from runtime.metrics import StepMetrics
 from runtime.profiler import Drift
 
 LOGGED = 4096  # steps that are remembered until somebody takes them
@@ -60,8 +60,8 @@ class Proposal:
     draft_s: float
     confidences: np.ndarray  # float32 [batch, drafts]
     batch: list[Anchored]
+    select_s: float  # collecting confidences, and choosing
     selection: Selection | None = None
-    select_s: float = 0.0
 
 
 class Pruner:
@@ -87,6 +87,7 @@ class Pruner:
         """Where set: the latest drafts int64 and confidences float32, [drafts] each, by vLLM's request id."""
         self.proposal: Proposal | None = None
         self.steps: deque[Step] = deque(maxlen=LOGGED)
+        self.metrics: StepMetrics | None = None
 
     @property
     def policy(self) -> BudgetPolicy:
@@ -107,11 +108,6 @@ class Pruner:
         self._cost = cost
         self.drift = None if cost is None else Drift(cost)
 
-    @property
-    def needs_confidences(self) -> bool:
-        """Whether the policy looks at them."""
-        return not isinstance(self.policy, UniformPolicy)
-
     def width(self, batch_size: int) -> int:
         """Drafts to propose for each of so many requests; 0: none, a plain decoding step."""
         if not batch_size:
@@ -119,10 +115,18 @@ class Pruner:
         return self.policy.draft_length(batch_size, self.draft_length, self.cost)
 
     def proposed(
-        self, began_s: float, draft_s: float, batch: list[Anchored], confidences: np.ndarray
+        self,
+        began_s: float,
+        draft_s: float,
+        collect_s: float,
+        batch: list[Anchored],
+        confidences: np.ndarray,
     ) -> None:
-        """Take in a proposal. confidences: float32 [batch, drafts], a row for each of `batch`, in order."""
-        self.proposal = Proposal(began_s, draft_s, confidences, batch)
+        """Take in a proposal. confidences: float32 [batch, drafts], a row for each of `batch`, in order.
+
+        began_s: where the step begins. collect_s: what it took to find the batch and the confidences.
+        """
+        self.proposal = Proposal(began_s, draft_s, confidences, batch, collect_s)
 
     def decide(self) -> Mapping[str, int]:
         """Keep depths of the latest proposal by request id; requests without an anchor are not in it."""
@@ -135,7 +139,7 @@ class Pruner:
         selection = self.chooser.select(proposal.confidences, names, self.cost, context_tokens)
         proposal.selection = selection
         depths = dict(zip(names, selection.keep_depth.tolist(), strict=True))
-        proposal.select_s = self.clock() - began_s
+        proposal.select_s += self.clock() - began_s
         return depths
 
     def verified(
@@ -155,7 +159,7 @@ class Pruner:
         prefill_tokens = sum(r.num_tokens for r in prefilled)
         if not decoded:
             if prefill_tokens:
-                self.steps.append(empty_step(began_s, prefill_tokens, ended_s - began_s, emissions))
+                self._remember(empty_step(began_s, prefill_tokens, ended_s - began_s, emissions))
             return
         found = {r.request_id: r for r in decoded}
         known = [] if proposal is None or proposal.selection is None else proposal.batch
@@ -197,7 +201,20 @@ class Pruner:
             self.policy.observe(keep_depth, np.maximum(num_kept - 1, 0), step_s)
         if self.drift and not prefill_tokens:
             self.drift.add(step)
+        self._remember(step)
+
+    def _remember(self, step: Step) -> None:
         self.steps.append(step)
+        if self.metrics:
+            self.metrics.observe(step, self.policy.labels, self.draft_length)
+            self.metrics.profile_drift.set(self.drift.ratio if self.drift else 1.0)
+
+    def warm_up(self) -> None:
+        """Have the policy's code compiled, so that no request waits for it."""
+        policy = self.policy.start()
+        for batch_size in (1, 2):
+            confidences = np.full((batch_size, self.draft_length), 0.5, np.float32)
+            Chooser(policy).select(confidences, range(batch_size), self.cost, 0.0)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended."""

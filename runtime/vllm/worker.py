@@ -1,22 +1,46 @@
 # pyright: reportMissingImports=false
-"""vLLM's worker with a budget policy: it listens to the drafter, and hands the scheduler ragged drafts."""
+"""vLLM's worker with a budget policy: it follows the drafter, and hands the scheduler ragged drafts."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
-from runtime.vllm.options import Options
-from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Pruner
+from dcut.cost import CostTable
+from dcut.errors import InputError
+from dcut.policies import parse_policy
+from runtime.engine import Step
+from runtime.vllm import adaptive
+from runtime.vllm.options import CONFIDENT, Options
+from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Proposal, Pruner
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
+
+
+def options_of(vllm_config: Any) -> Options:
+    """What the user asked for. Raises InputError where that is nothing."""
+    options = Options.read(vllm_config.additional_config)
+    if options is None:
+        raise InputError("dcut's worker needs a policy: set DCUT_POLICY")
+    return options
+
+
+class AdaptiveWorker(_Worker):
+    """The platform's worker of the V2 runner: our policy sets the budgets of its adaptive verification."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        adaptive.install(options_of(self.vllm_config).parsed, self.vllm_config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,21 +57,52 @@ class _Before:
 class Worker(_Worker):
     """The platform's worker of the V1 runner under synchronous scheduling, and `dcut`, the Pruner.
 
-    Only the output rank's `take_draft_token_ids` reaches the scheduler, so depths are decided in one place;
-    how many tokens to draft is broadcast among the ranks, for the drafter's own forward pass is theirs too.
+    Every rank has one, but only the first rank's `take_draft_token_ids` reaches the scheduler: that is where
+    depths are decided and steps are logged. How many tokens to draft it tells the other ranks, for the
+    drafter's forward pass is theirs too.
+
+    A policy that asks for no drafts lets the drafter rest as far as its context allows: of dflash remain the
+    keys and values of the new tokens, of the others one pass over them instead of one for each draft.
+    A block drafter that is asked for fewer drafts than its block drafts the whole block, and is cut.
     """
 
     dcut: Pruner
 
-    def load_model(self, **kwargs: Any) -> None:
-        """As vLLM's, then follow the drafter's work."""
-        super().load_model(**kwargs)
-        options = Options.of(self.vllm_config)
-        self.dcut = Pruner(options.parsed, self.vllm_config.speculative_config.num_speculative_tokens)
+    def load_model(self, **named: Any) -> None:
+        """As vLLM's, then follow the drafter."""
+        super().load_model(**named)
+        if current_platform.is_cpu():
+            rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        speculative = self.vllm_config.speculative_config
+        self.dcut = Pruner(options_of(self.vllm_config).parsed, speculative.num_speculative_tokens)
+        self._method = speculative.method
+        self._block = speculative.method == "dflash" or speculative.parallel_drafting
+        self._decides = get_tp_group().rank_in_group == 0
         self._before: dict[str, _Before] = {}
-        self._began_s = self._drafting_s = 0.0
+        self._batch: list[Anchored] = []
+        self._began_s = self._drafting_s = self._collect_s = 0.0
         self._logits: list[torch.Tensor] = []
-        _follow(self)
+        runner, drafter = self.model_runner, self.model_runner.drafter
+        self._propose, self._draft = runner.propose_draft_token_ids, drafter.propose
+        runner.propose_draft_token_ids, drafter.propose = self._proposing, self._drafting
+        if self._method in CONFIDENT:
+            self._compute_logits = drafter.model.compute_logits
+            drafter.model.compute_logits = self._listening
+
+    # ---- what is asked from outside, on every rank ------------------------------------------------------
+
+    def dcut_policy(self, spec: str) -> None:
+        """Change the policy, forgetting what the old one learnt. Raises InputError on an unknown one."""
+        self.dcut.policy = parse_policy(spec)
+
+    def dcut_cost(self, cost: dict[str, Any]) -> None:
+        """Set what steps cost, from CostTable.to_dict, and compile the policy's code before it is needed."""
+        self.dcut.cost = CostTable.from_dict(cost)
+        self.dcut.warm_up()
+
+    def dcut_steps(self) -> list[Step]:
+        """`Pruner.take_steps`; nothing on ranks other than the first."""
+        return self.dcut.take_steps()
 
     # ---- one engine step --------------------------------------------------------------------------------
 
@@ -61,10 +116,13 @@ class Worker(_Worker):
         self._before = {}
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = self.model_runner.requests[request_id]
-            num_drafts, num_outputs = len(drafts.get(request_id, ())), len(state.output_token_ids)
-            decodes = num_outputs > 0 and state.num_computed_tokens == state.num_tokens - 1
+            num_outputs = len(state.output_token_ids)
             self._before[request_id] = _Before(
-                state.num_tokens, num_outputs, num_scheduled, num_drafts, decodes
+                state.num_tokens,
+                num_outputs,
+                num_scheduled,
+                len(drafts.get(request_id, ())),
+                num_outputs > 0 and state.num_computed_tokens == state.num_tokens - 1,
             )
         return output
 
@@ -72,15 +130,15 @@ class Worker(_Worker):
         """Acceptance, then the drafts of the next step; logs the step that ends with the acceptance."""
         proposal, self.dcut.proposal, self._drafting_s = self.dcut.proposal, None, 0.0
         output = super().sample_tokens(grammar_output)
-        if self._before and output is not None:
+        if self._before and self._decides:
             self._log(output, proposal)
         return output
 
     def take_draft_token_ids(self) -> Any:
         """The drafts that the policy keeps, a list of any length for each request."""
         drafts = super().take_draft_token_ids()
-        if drafts is None:
-            return None
+        if drafts is None or not self._decides:
+            return drafts
         depths = self.dcut.decide()
         kept = [
             tokens[: depths.get(request_id, 0)]
@@ -88,22 +146,102 @@ class Worker(_Worker):
         ]
         return dataclasses.replace(drafts, draft_token_ids=kept)
 
-    # ---- what the drafter is asked ----------------------------------------------------------------------
+    # ---- the drafter, followed --------------------------------------------------------------------------
 
-    def anchored(self, sampled: torch.Tensor | list[list[int]]) -> list[Anchored]:
-        """Requests that go on to decode after the tokens just sampled for each row of the batch."""
+    def _proposing(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
+        """In place of the runner's propose_draft_token_ids."""
         rows = sampled.tolist() if isinstance(sampled, torch.Tensor) else sampled
-        runner, batch = self.model_runner, []
-        for i, request_id in enumerate(runner.input_batch.req_ids):
-            before = self._before.get(request_id)
-            if before is None or runner.discard_request_mask.np[i]:
+        self._drafting_s = self.dcut.clock()
+        self._batch = self._anchored(rows)
+        self._collect_s = self.dcut.clock() - self._drafting_s
+        return self._propose(scheduler_output, sampled, *rest)
+
+    def _drafting(self, *given: Any, **named: Any) -> Any:
+        """In place of the drafter's propose."""
+        pruner, batch, began_s = self.dcut, self._batch, self.dcut.clock()
+        width = self._agreed(pruner.width(len(batch)))
+        self._logits = []
+        drafts = self._drafts(width, *given, **named)
+        torch.accelerator.synchronize()
+        drafted_s = pruner.clock()
+        if not self._decides:
+            return drafts
+        rows = [request.row for request in batch]
+        if self._logits:
+            confidences = _confidences(self._logits, len(drafts))[rows, :width]
+        else:
+            confidences = np.zeros((len(batch), width), np.float32)
+        collect_s = self._collect_s + pruner.clock() - drafted_s
+        pruner.proposed(self._drafting_s, drafted_s - began_s, collect_s, batch, confidences)
+        if pruner.collect is not None and self._logits:
+            for request, row in zip(batch, confidences, strict=True):
+                tokens = drafts[request.row, :width].cpu().numpy().astype(np.int64)
+                pruner.collect[request.request_id] = tokens, row
+        return drafts
+
+    def _drafts(self, width: int, *given: Any, **named: Any) -> Any:
+        """What the drafter proposes where `width` drafts are wanted: that many, or all that it can."""
+        if self._method == "ngram":
+            return self._draft(*given, **named) if width else [[] for _ in given[1]]
+        if not width and self._method == "dflash":
+            return self._only_context(**named)
+        if not self._block or not width:
+            named["num_speculative_tokens"] = width
+        return self._draft(*given, **named)
+
+    def _only_context(
+        self,
+        num_speculative_tokens: int,
+        target_hidden_states: torch.Tensor,
+        common_attn_metadata: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """Give dflash the keys and values of the new tokens, as its propose does before the forward pass."""
+        drafter = self.model_runner.drafter
+        inputs = (
+            "target_token_ids",
+            "next_token_ids",
+            "target_positions",
+            "token_indices_to_sample",
+            "num_rejected_tokens_gpu",
+        )
+        num_tokens, _, _ = drafter.set_inputs_first_pass(
+            target_hidden_states=drafter.model.combine_hidden_states(target_hidden_states),
+            cad=common_attn_metadata,
+            **{name: named[name] for name in inputs},
+        )
+        drafter.build_model_inputs_first_pass(num_tokens, num_tokens, None)
+        return target_hidden_states.new_empty((common_attn_metadata.batch_size(), 0), dtype=torch.int64)
+
+    def _listening(self, *given: Any, **named: Any) -> torch.Tensor:
+        """In place of the drafter's compute_logits."""
+        logits = self._compute_logits(*given, **named)
+        if self._decides:
+            self._logits.append(logits)
+        return logits
+
+    def _agreed(self, width: int) -> int:
+        """The first rank's width, on every rank."""
+        group = get_tp_group()
+        return width if group.world_size == 1 else group.broadcast_object(width, src=0)
+
+    # ---- requests ---------------------------------------------------------------------------------------
+
+    def _anchored(self, sampled: list[list[int]]) -> list[Anchored]:
+        """Requests that go on to decode after the tokens just sampled, of which negative ones are none."""
+        batch = []
+        discarded = self.model_runner.discard_request_mask.np
+        for row, (request_id, found) in enumerate(
+            zip(self.model_runner.input_batch.req_ids, sampled, strict=True)
+        ):
+            tokens = [token for token in found if token >= 0]
+            if not tokens or discarded[row]:
                 continue
-            tokens = [token for token in rows[i] if token >= 0]
+            before = self._before[request_id]
             num_kept, finish_reason = self._ends(request_id, before, tokens)
-            if tokens and finish_reason is None:
-                batch.append(
-                    Anchored(request_id, i, before.num_outputs + num_kept - 1, before.num_tokens + num_kept)
-                )
+            if finish_reason is None:
+                position = before.num_outputs + num_kept - 1
+                batch.append(Anchored(request_id, row, position, before.num_tokens + num_kept))
         return batch
 
     def _ends(self, request_id: str, before: _Before, tokens: list[int]) -> tuple[int, str | None]:
@@ -120,68 +258,19 @@ class Worker(_Worker):
                 return count, "length"
         return len(tokens), None
 
-    def _log(self, output: Any, proposal: Any) -> None:
+    def _log(self, output: Any, proposal: Proposal | None) -> None:
         decoded, prefilled = [], []
         for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            before = self._before.get(request_id)
-            if before is None:
-                continue
+            before = self._before[request_id]
             num_kept, finish_reason = self._ends(request_id, before, tokens)
             if before.decodes:
-                decoded.append(
-                    Decoded(
-                        request_id,
-                        before.num_outputs - 1,
-                        before.num_tokens,
-                        before.num_drafts,
-                        tokens,
-                        num_kept,
-                        finish_reason,
-                    )
-                )
+                position = before.num_outputs - 1
+                given = before.num_tokens, before.num_drafts, tokens, num_kept, finish_reason
+                decoded.append(Decoded(request_id, position, *given))
             else:
                 prefilled.append(Prefilled(request_id, before.num_scheduled, tokens, finish_reason))
         ended_s = self._drafting_s or self.dcut.clock()
         self.dcut.verified(self._began_s, ended_s, proposal, decoded, prefilled)
-
-
-def _follow(worker: Worker) -> None:
-    """Wrap the drafter of one worker: its logits yield confidences, the policy says how much to draft."""
-    runner = worker.model_runner
-    drafter, propose = runner.drafter, runner.drafter.propose
-    propose_all = runner.propose_draft_token_ids
-    model = getattr(drafter, "model", None)
-    compute_logits = getattr(model, "compute_logits", None)
-    batch: list[Anchored] = []
-
-    def draft_all(scheduler_output: Any, sampled: Any, *args: Any) -> Any:
-        worker._drafting_s = worker.dcut.clock()
-        batch[:] = worker.anchored(sampled)
-        return propose_all(scheduler_output, sampled, *args)
-
-    def draft(**kwargs: Any) -> Any:
-        pruner = worker.dcut
-        width = pruner.width(len(batch))
-        worker._logits = []
-        drafts = propose(**kwargs)
-        confidences = _confidences(worker._logits, len(runner.input_batch.req_ids))
-        rows = [request.row for request in batch]
-        found = confidences[rows, :width]
-        pruner.proposed(worker._drafting_s, pruner.clock() - worker._drafting_s, list(batch), found)
-        if pruner.collect is not None:
-            for request, row in zip(batch, found, strict=True):
-                tokens = drafts[request.row, :width].cpu().numpy().astype(np.int64)
-                pruner.collect[request.request_id] = (tokens, row)
-        return drafts
-
-    def listen(*args: Any, **kwargs: Any) -> torch.Tensor:
-        logits = compute_logits(*args, **kwargs)
-        worker._logits.append(logits)
-        return logits
-
-    if compute_logits is not None:
-        model.compute_logits = listen
-    runner.propose_draft_token_ids, drafter.propose = draft_all, draft
 
 
 def _confidences(logits: list[torch.Tensor], batch_size: int) -> np.ndarray:
@@ -189,6 +278,26 @@ def _confidences(logits: list[torch.Tensor], batch_size: int) -> np.ndarray:
 
     logits: of a block drafter, one [batch * drafts, vocab]; else [batch, vocab] for each draft.
     """
-    largest = [(x.amax(-1) - x.logsumexp(-1)).exp() for x in (part.float() for part in logits)]
-    columns = [part.view(batch_size, -1) for part in largest]
-    return torch.cat(columns, 1).clamp(max=1).cpu().numpy()
+    columns = []
+    for part in logits:
+        part = part.float()
+        largest = (part.amax(-1) - part.logsumexp(-1)).exp_()
+        columns.append(largest.view(batch_size, -1))
+    return torch.cat(columns, 1).clamp_(max=1).cpu().numpy()
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """vLLM's function of this name, [batch] to [num_tokens], without its kernel for CPUs.
+
+    That kernel (vLLM 0.32, utils/cpu_triton_utils.py) writes into an integer copy of the output and never
+    copies back: for temperatures, top-k and top-p it returns uninitialized memory.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    expanded = x.repeat_interleave(counts, output_size=num_tokens)
+    return expanded.masked_fill(expanded == replace_from, replace_to)
