@@ -30,22 +30,61 @@ class Config:
 def main() -> None:
     """Parse the command line and serve until told to end."""
     default = Config(api_key=os.environ.get("DCUT_API_KEY"))
+    both = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    both.add_argument(
+        "--engine", choices=("torch", "vllm"), default="torch", help="our own, or vLLM's (%(default)s)"
+    )
+    both.add_argument("--policy", default=default.policy, help="such as off, full, ratio:0.5 (%(default)s)")
+    both.add_argument("--host", default=default.host, help="address to listen on (%(default)s)")
+    both.add_argument("--port", type=int, default=default.port, help="0: any free one (%(default)s)")
+    both.add_argument(
+        "--api-key",
+        default=default.api_key,
+        metavar="KEY",
+        help="what clients must show; with it our engine changes policy ($DCUT_API_KEY, else no check)",
+    )
+    both.add_argument(
+        "--profile-s", type=float, default=default.profile_s, help="for the cost profile (%(default)s s)"
+    )
+    if both.parse_known_args()[0].engine == "vllm":
+        _serve_vllm(both)
+    else:
+        _serve(both, default)
+
+
+def _serve_vllm(both: argparse.ArgumentParser) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m dcut.runtime.serve --engine vllm",
+        usage="%(prog)s [MODEL] [options of this command or of `vllm serve`]",
+        description="Serve a model with vLLM, verifying as a policy decides.",
+        epilog="Anything else goes to `vllm serve`, such as MODEL, --speculative-config or "
+        "--tensor-parallel-size; without MODEL the built-in pair is served.",
+        parents=[both],
+        allow_abbrev=False,
+    )
+    known, flags = parser.parse_known_args()
+    options = vars(known)
+    del options["engine"]
+    config = _checked(Config(**options))
+    try:
+        from runtime.vllm.server import run
+    except ModuleNotFoundError as error:
+        raise _incomplete(error, "runtime") from error
+    try:
+        run(config, flags)
+    except ModuleNotFoundError as error:
+        raise _incomplete(error, "vllm") from error
+
+
+def _serve(both: argparse.ArgumentParser, default: Config) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m dcut.runtime.serve",
         description="Serve a target with its drafter over the OpenAI API, verifying as a policy decides.",
+        parents=[both],
     )
     parser.add_argument("--target", metavar="DIR", help="Hugging Face directory (the built-in target)")
     parser.add_argument(
         "--drafter", metavar="DIR", help="Hugging Face directory, or ngram (the built-in DFlash-16)"
-    )
-    parser.add_argument("--policy", default=default.policy, help="such as off, full, ratio:0.5 (%(default)s)")
-    parser.add_argument("--host", default=default.host, help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=default.port, help="0: any free one (%(default)s)")
-    parser.add_argument(
-        "--api-key",
-        default=default.api_key,
-        metavar="KEY",
-        help="what clients must show, and what lets them change the policy ($DCUT_API_KEY, else no check)",
     )
     parser.add_argument("--record", metavar="DIR", help="write what was served there, as a trace")
     parser.add_argument(
@@ -66,10 +105,18 @@ def main() -> None:
     )
     parser.add_argument("--device", default=default.device, help="cpu, cuda, cuda:1, ... (%(default)s)")
     parser.add_argument("--dtype", default=default.dtype, help="float32, bfloat16 or float16; (%(default)s)")
-    parser.add_argument(
-        "--profile-s", type=float, default=default.profile_s, help="for the cost profile (%(default)s s)"
-    )
-    config = Config(**vars(parser.parse_args()))
+    options = vars(parser.parse_args())
+    del options["engine"]
+    config = _checked(Config(**options))
+    try:
+        from runtime.server import run
+    except ModuleNotFoundError as error:
+        raise _incomplete(error, "runtime") from error
+    run(config)
+
+
+def _checked(config: Config) -> Config:
+    """The configuration; InputError where it cannot be meant."""
     if not 0 <= config.port < 65536:
         raise InputError(f"--port {config.port} is outside 0..65535")
     for name in ("max_batch_size", "max_waiting", "max_context"):
@@ -77,15 +124,14 @@ def main() -> None:
             raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
     if (config.target is None) != (config.drafter is None):
         raise InputError("give --target and --drafter together, or neither for the built-in pair")
-    try:
-        from runtime.server import run
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("runtime"):  # this file's own folder came first
-            raise InputError("run it as a module: python -m dcut.runtime.serve") from error
-        raise InputError(
-            f"serving needs {error.name}: install the runtime extra, pip install -e '.[runtime]'"
-        ) from error
-    run(config)
+    return config
+
+
+def _incomplete(error: ModuleNotFoundError, extra: str) -> InputError:
+    """What to do about a module that is missing."""
+    if str(error.name).startswith("runtime"):  # this file's own folder came first
+        return InputError("run it as a module: python -m dcut.runtime.serve")
+    return InputError(f"serving needs {error.name}: install the {extra} extra, pip install -e '.[{extra}]'")
 
 
 if __name__ == "__main__":

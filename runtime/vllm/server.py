@@ -1,0 +1,71 @@
+# pyright: reportMissingImports=false
+"""vLLM's OpenAI server with a budget policy in its worker, and the policy's figures in its /metrics."""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from dcut.errors import InputError
+from dcut.runtime.serve import Config
+from runtime.pair import weights
+from runtime.vllm.options import Options
+from runtime.vllm.speculation import speculation
+
+
+def run(config: Config, flags: Sequence[str]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    config: its policy, address, key and time to profile count. flags: `vllm serve`'s own; without a model
+    among them the built-in pair is served. Raises InputError where vLLM does not understand them or where
+    it cannot run the policy as configured, before the model loads.
+    """
+    options = Options(config.policy, config.profile_s)
+    _ = options.parsed
+    os.environ |= {"DCUT_POLICY": options.policy, "DCUT_PROFILE_S": str(options.profile_s)}
+    with tempfile.TemporaryDirectory(prefix="dcut-metrics-") as directory:
+        # vLLM's worker and server are two processes. Only where this is set before prometheus_client is
+        # imported do their figures meet, and vLLM's /metrics then shows all that it finds there.
+        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", directory)
+        key = [] if config.api_key is None else ["--api-key", config.api_key]
+        _serve([*flags, "--host", config.host, "--port", str(config.port), *key])
+
+
+def _serve(flags: list[str]) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = ServeSubcommand()
+    parser = command.subparser_init(FlexibleArgumentParser().add_subparsers())
+    parser.error = _refuse
+    args = parser.parse_args(flags)
+    if args.model_tag is None and args.model == parser.get_default("model"):
+        pair = [str(weights.path("target")), "--served-model-name", "tiny-pair"]
+        if args.speculative_config is None:
+            pair += ["--speculative-config", json.dumps(speculation(weights.path("dflash16")))]
+        if current_platform.is_cpu():
+            pair += ["--enforce-eager", "--dtype", "float32"]
+        args = parser.parse_args([*pair, *flags])
+    try:
+        command.validate(args)
+        args.model = args.model_tag or args.model
+        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    except (ValueError, TypeError) as error:
+        raise InputError(f"vLLM refuses this configuration: {_reason(error)}") from error
+    command.cmd(args)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise InputError(
+        f"{message}; python -m dcut.runtime.serve --engine vllm --help tells ours, vLLM has its own"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without the frame that pydantic puts around it."""
+    return "; ".join(e["msg"] for e in error.errors()) if isinstance(error, ValidationError) else str(error)
