@@ -94,6 +94,7 @@ def main() -> None:
         with tqdm(total=len(runs) * count, unit=" requests", leave=False, disable=None) as bar:
             while any(engine.busy for engine, _, _ in runs.values()):
                 for engine, log, drift in runs.values():
+                    drafter.catch_up()  # what the turn before left behind is no part of this one
                     for step in filter(None, (engine.step() for _ in range(16))):
                         log.add(step, engine.policy.labels[step.selection.bucket])
                         if len(step.request_id) >= STEADY * size:

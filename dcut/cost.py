@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -40,8 +40,11 @@ class CostTable:
 
     Draft and plain times are separate and interpolated over the batch size. Where the drafter can also be
     asked for fewer drafts than its longest, `draft_lengths` holds those numbers, rising, and the share of
-    the time that each takes. `context_token_s` adds seconds
-    for each context token beyond `context_per_request * batch_size`.
+    the time that each takes.
+
+    All of this was measured at contexts of `context_per_request` tokens a request. A step takes longer for
+    each context token beyond: the target `context_token_s`, and for each row that attends to it
+    `context_pair_s`; the drafter `draft_context_token_s`.
 
     A step with prompt tokens takes `prefill_s` longer, `prefill_token_s` for each of them, and
     `prefill_pair_s` for each pair of one and a token that it attends to. In a table without batch sizes
@@ -56,6 +59,8 @@ class CostTable:
     draft_lengths: tuple[tuple[int, float], ...] = ()  # drafts, share of the longest's time
     max_graph_tokens: int = 0  # 0: no graphs, interpolate everywhere
     context_token_s: float = 0.0
+    context_pair_s: float = 0.0
+    draft_context_token_s: float = 0.0
     context_per_request: float = 0.0
     prefill_token_s: float = 0.0
     prefill_pair_s: float = 0.0
@@ -79,6 +84,7 @@ class CostTable:
         extrapolate: outside the measured range use the nearest edge below it and the last slope above it,
         instead of raising InputError with the range.
         """
+        context_s = self.context_seconds(batch_size, context_tokens, num_verify_tokens)
         if self.batch_sizes is None:
             num_verify_tokens += prefill_tokens
         elif not batch_size:  # the weights are read as for one request
@@ -88,11 +94,7 @@ class CostTable:
         )
         if code:
             raise InputError(self._outside(code, batch_size, num_verify_tokens))
-        return (
-            value
-            + self.context_seconds(batch_size, context_tokens)
-            + self.prefill_seconds(prefill_tokens, prefill_pairs)
-        )
+        return value + context_s + self.prefill_seconds(prefill_tokens, prefill_pairs)
 
     def prefill_seconds(self, prefill_tokens: int, prefill_pairs: float = 0.0) -> float:
         """What prompt tokens add to the step that they share."""
@@ -108,13 +110,33 @@ class CostTable:
             raise InputError(self._outside(code, batch_size, tokens))
         return values
 
-    def draft_seconds(self, batch_size: int, extrapolate: bool = False, drafts: int | None = None) -> float:
+    def draft_seconds(
+        self,
+        batch_size: int,
+        context_tokens: float | None = None,
+        drafts: int | None = None,
+        extrapolate: bool = False,
+    ) -> float:
         """Time of the drafter for one step, seconds; 0 where the table holds no draft times.
 
-        drafts: how many it is asked for; less time only where they are among `draft_lengths`.
+        drafts: how many it is asked for; less time only where they are among `draft_lengths`. See `seconds`.
         """
-        longest = self._line("draft", self.draft, batch_size, extrapolate) if len(self.draft) else 0.0
-        return longest * next((share for length, share in self.draft_lengths if length == drafts), 1.0)
+        if not len(self.draft):
+            return 0.0
+        longest_s = self._line("draft", self.draft, batch_size, extrapolate)
+        return longest_s * self._share(drafts) + self.draft_context_seconds(
+            batch_size, context_tokens, drafts
+        )
+
+    def draft_context_seconds(
+        self, batch_size: int, context_tokens: float | None, drafts: int | None = None
+    ) -> float:
+        """What the drafter takes more (or less) than measured because contexts are longer (or shorter)."""
+        return self.draft_context_token_s * self._share(drafts) * self._further(batch_size, context_tokens)
+
+    def _share(self, drafts: int | None) -> float:
+        """The time of so many drafts over that of the most."""
+        return next((share for length, share in self.draft_lengths if length == drafts), 1.0)
 
     def plain_seconds(
         self,
@@ -135,13 +157,33 @@ class CostTable:
                     f"verify with {batch_size} tokens): {error}"
                 ) from error
         measured = self._line("plain", self.plain, batch_size, extrapolate)
-        return measured + self.context_seconds(batch_size, context_tokens) + self.prefill_seconds(*prefill)
+        context_s = self.context_seconds(batch_size, context_tokens, batch_size)
+        return measured + context_s + self.prefill_seconds(*prefill)
 
-    def context_seconds(self, batch_size: int, context_tokens: float | None) -> float:
-        """What a step takes more (or less) than measured because its contexts are longer (or shorter)."""
-        if context_tokens is None:
-            return 0.0
-        return self.context_token_s * (context_tokens - self.context_per_request * batch_size)
+    @overload
+    def context_seconds(
+        self, batch_size: int, context_tokens: float | None, num_verify_tokens: float
+    ) -> float: ...
+
+    @overload
+    def context_seconds(
+        self, batch_size: int, context_tokens: float | None, num_verify_tokens: np.ndarray
+    ) -> np.ndarray: ...
+
+    def context_seconds(
+        self, batch_size: int, context_tokens: float | None, num_verify_tokens: float | np.ndarray
+    ) -> float | np.ndarray:
+        """What the target takes more (or less) than measured because contexts are longer (or shorter).
+
+        Of one number of verified tokens, or of several at once. The rows of a step look at the mean context.
+        """
+        rows = num_verify_tokens / max(1, batch_size)
+        slope_s = self.context_token_s + self.context_pair_s * rows
+        return slope_s * self._further(batch_size, context_tokens)
+
+    def _further(self, batch_size: int, context_tokens: float | None) -> float:
+        """Context tokens beyond those of the measurements."""
+        return 0.0 if context_tokens is None else context_tokens - self.context_per_request * batch_size
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raise InputError with the measured range unless it holds `batch_size`."""
@@ -348,6 +390,8 @@ class CostTable:
 _OPTIONS = (
     "max_graph_tokens",
     "context_token_s",
+    "context_pair_s",
+    "draft_context_token_s",
     "context_per_request",
     "prefill_token_s",
     "prefill_pair_s",

@@ -315,9 +315,8 @@ class Plus(BudgetPolicy):
     ) -> Selection:
         batch, drafts = confidences.shape
         keep_depth = np.zeros(batch, np.int64)
-        context_s = 0.0
         if cost is not None:
-            context_s = cost.context_seconds(batch, context_tokens)
+            context_s = cost.context_seconds(batch, context_tokens, batch)
             self._plain_s = _plain_seconds(cost, batch) + context_s
         if not drafts:
             self._drafted = None
@@ -354,7 +353,10 @@ class Plus(BudgetPolicy):
             check_confidences(confidences)
         kept = int(budgets.drafts[chosen])
         self._drafted, self._expected = confidences, batch + worth
-        self._believed_s = float(budgets.seconds[chosen]) + context_s
+        self._believed_s = float(budgets.seconds[chosen])
+        if cost is not None:
+            self._believed_s += cost.context_seconds(batch, context_tokens, batch + kept)
+            self._believed_s += cost.draft_context_seconds(batch, context_tokens, drafts)
         self._bin = int(budgets.bins[chosen])
         return Selection(keep_depth, batch + kept, band(kept, batch, drafts), self._expected)
 

@@ -130,9 +130,11 @@ class DCut(BudgetPolicy):
     ) -> Selection:
         if cost is None:
             return Ratio(0.75, self.form).select(confidences, cost)
-        budgets, seconds = _priced(self.buckets, self.form, *confidences.shape, cost)
+        budgets, tokens, seconds = _priced(self.buckets, self.form, *confidences.shape, cost)
         if context_tokens is not None:
-            seconds = seconds + cost.context_seconds(len(confidences), context_tokens)
+            seconds = seconds + cost.context_seconds(len(confidences), context_tokens, tokens)
+            if self.form == "served":
+                seconds += cost.draft_context_seconds(len(confidences), context_tokens)
         chosen = select(confidences, budgets, seconds, self.bonus)
         if pays(
             chosen.expected_tokens,
@@ -274,13 +276,12 @@ def _budgets(ratios: tuple[float, ...], form: Form, batch: int, draft_length: in
 @lru_cache(maxsize=4096)
 def _priced(
     ratios: tuple[float, ...], form: Form, batch: int, draft_length: int, cost: CostTable
-) -> tuple[np.ndarray, np.ndarray]:
-    """Budgets and their step times, at the context that the table was measured at."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Budgets, the verified tokens that they are priced at, and their step times at the measured context."""
     budgets = _budgets(ratios, form, batch, draft_length)
+    tokens, draft_s = batch + budgets, 0.0
     if form == "paper":
-        tokens = [max(batch, r * batch * (draft_length + 1)) for r in ratios]
-        return budgets, np.array([cost.seconds(batch, n, extrapolate=True) for n in tokens])
-    draft_s = cost.draft_seconds(batch, extrapolate=True)
-    return budgets, np.array(
-        [cost.seconds(batch, batch + int(k), extrapolate=True) + draft_s for k in budgets]
-    )
+        tokens = np.maximum(batch, np.array(ratios) * (batch * (draft_length + 1)))
+    else:
+        draft_s = cost.draft_seconds(batch, extrapolate=True)
+    return budgets, tokens, np.array([cost.seconds(batch, n, extrapolate=True) + draft_s for n in tokens])

@@ -35,6 +35,16 @@ def step_seconds(cost: CostTable, batch_size: int, drafts: int) -> np.ndarray:
     return verify_s + cost.draft_seconds(batch_size, extrapolate=True)
 
 
+def seconds_at(cost: CostTable, batch_size: int, drafts: int, context_tokens: float | None) -> np.ndarray:
+    """`step_seconds` at contexts of another length than the measured ones."""
+    seconds = step_seconds(cost, batch_size, drafts)
+    if context_tokens is None:
+        return seconds
+    tokens = np.arange(batch_size, batch_size + len(seconds))
+    context_s = cost.context_seconds(batch_size, context_tokens, tokens)
+    return seconds + context_s + cost.draft_context_seconds(batch_size, context_tokens)
+
+
 @lru_cache(maxsize=64)
 def _monotone(cost: CostTable) -> CostTable:
     """The table with no measurement below one of fewer tokens."""
@@ -178,7 +188,7 @@ class DSpark(BudgetPolicy):
     ) -> Selection:
         batch, drafts = confidences.shape
         cost = _profiled(cost, "dspark")
-        seconds = step_seconds(cost, batch, drafts) + cost.context_seconds(batch, context_tokens)
+        seconds = seconds_at(cost, batch, drafts, context_tokens)
         tokens = expected_tokens(confidences)
         rate = tokens / seconds
         falls = rate[1:] <= rate[:-1]
@@ -224,7 +234,7 @@ class VllmAdaptive(BudgetPolicy):
         """Drafts of the whole batch to verify, by confidences [batch, drafts] as they come."""
         batch, drafts = confidences.shape
         cost = _profiled(cost, "vllm-adaptive")
-        seconds = step_seconds(cost, batch, drafts) + cost.context_seconds(batch, context_tokens)
+        seconds = seconds_at(cost, batch, drafts, context_tokens)
         tokens = expected_tokens(confidences)
         best = int(np.argmax(tokens / seconds))
         return best if pays(tokens[best], seconds[best], cost, batch, context_tokens, self.min_gain) else 0

@@ -80,7 +80,7 @@ class Drafts:
 class Drafter(Protocol):
     """Proposes up to `draft_length` tokens after the anchor of each request.
 
-    `observe` hands over what the target ran over; it is cheap, and the work waits for the next `draft`, so
+    `observe` hands over what the target ran over; it is cheap as the work waits for the next `draft`, so
     plain decoding pays nothing and drafting can resume at any step. A drafter is `parallel` if its
     distributions do not depend on tokens drawn in the same step; only then may drafts be sampled: a
     budget that sees how the draw went on would bias the output (see `runtime.verifier.accept`).
@@ -94,8 +94,11 @@ class Drafter(Protocol):
         """Layers of the target whose output it reads."""
         ...
 
-    def observe(self, seen: Seen) -> None:
-        """Tokens that the target ran over, each request's in order and without a gap."""
+    def observe(self, seen: Seen, at_once: bool = False) -> None:
+        """Tokens that the target ran over, each request's in order and without a gap.
+
+        at_once: take them in now; nothing else of their requests waits.
+        """
         ...
 
     def draft(
@@ -155,7 +158,10 @@ class _ModelDrafter:
     def taps(self) -> tuple[int, ...]:
         return getattr(self.model, "taps", ())
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Seen, at_once: bool = False) -> None:
+        if at_once:
+            self._take_in(seen)
+            return
         self.waiting.append(seen)
         self.waiting_bytes += seen.nbytes
         if self.waiting_bytes > MOST_WAITING:
@@ -358,7 +364,7 @@ class NGramDrafter:
     def taps(self) -> tuple[int, ...]:
         return ()
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Seen, at_once: bool = False) -> None:
         self.texts[seen.slots, seen.positions] = seen.tokens
 
     def catch_up(self) -> None:

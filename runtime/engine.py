@@ -135,6 +135,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.batch: list[Running] = []
         self.free_slots = list(range(self.max_batch_size))
+        self.drafting = False  # whether the last step did; then the drafter reads prompts as they come
 
     # ---- what a caller does -----------------------------------------------------------------------------
 
@@ -260,6 +261,7 @@ class Engine:
     def draft(self, slots: np.ndarray, lengths: np.ndarray, anchors: np.ndarray) -> Drafts:
         """As many drafts as the policy asks for; none lets the drafter rest: a plain decoding step."""
         width = self.policy.draft_length(len(slots), self.draft_length, self.cost)
+        self.drafting = width > 0
         if width == 0:
             return Drafts.none(len(slots))
         chance = _chance(self.batch, width) if self.sample_drafts else (None, None)
@@ -340,11 +342,17 @@ class Engine:
                 emissions.append(Emission(r.request.request_id, r.extend([token]), r.finish_reason))
             next_tokens[ends[ended]] = first_tokens
             index = np.arange(len(tokens[piece]))
-            self._settle(tokens[piece], rows[piece], output, index, next_tokens[piece])
+            self._settle(tokens[piece], rows[piece], output, index, next_tokens[piece], self.drafting)
         return emissions
 
     def _settle(
-        self, tokens: np.ndarray, rows: Rows, output: Output, index: np.ndarray, next_tokens: np.ndarray
+        self,
+        tokens: np.ndarray,
+        rows: Rows,
+        output: Output,
+        index: np.ndarray,
+        next_tokens: np.ndarray,
+        at_once: bool = False,
     ) -> None:
         """Show the drafter the rows of a forward pass that stay in the text, and the token after each."""
         hidden, features, _ = output
@@ -356,7 +364,8 @@ class Engine:
                 next_tokens,
                 hidden[index],
                 None if features is None else features[index],
-            )
+            ),
+            at_once,
         )
 
 

@@ -7,18 +7,18 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from dcut.cost import CostTable, Sample
-from dcut.policies import BudgetPolicy, Fixed, Off
+from dcut.policies import BudgetPolicy, Fixed, Full, Off
 from runtime.drafter import Drafter
 from runtime.engine import Engine, Request, Running, Step
 from runtime.graphs import knots, powers_of_two
@@ -53,7 +53,7 @@ def profile(
 ) -> Profile:
     """Time the step of plain decoding, of the drafter and of the target, over (batch, tokens a request).
 
-    Apart from that, what a prompt token costs, and what a longer context adds to the fullest batch.
+    Apart from that, what a prompt token costs, and what longer contexts add to the fullest batch.
     A verify time is all of a step but the drafter: the target's pass, acceptance and the engine's own work.
     prompts: texts as the run will see them, repeated or cut to `context` tokens, so that drafts are accepted
     as usual and the drafter has as much to catch up with. batch_sizes: powers of two up to the verifier's
@@ -64,23 +64,17 @@ def profile(
     sizes = list(batch_sizes or powers_of_two(verifier.num_slots))
     depths = [n - 1 for n in knots(drafter.draft_length)[1:]]
     policies = [Off(), *(Fixed(depth) for depth in depths)]
-    engine = Engine(verifier, drafter, Off(), max_batch_size=max(sizes), clock=clock)
+    engine = Engine(verifier, drafter, Full(), max_batch_size=max(sizes), clock=clock)
     times: dict[tuple[str, int, int | None], list[float]] = {}
     contexts: list[float] = []
     max_graph_tokens = 0
 
     context = min(context, engine.max_context - _room(engine))
-    # The slope over the context: the fullest batch at half the context. It grows with the rows verified but
-    # the table holds a single one; two tokens a request, where it is small, keeps the relative error small
-    # for plain steps, which are the shortest, as for full ones.
-    (batch, _), shallow = _fill(engine, prompts, context // 2), Fixed(depths[0])
-    shorter = [_twice(engine, batch, shallow)[1] for _ in range(9)]
+    batch, _ = _fill(engine, prompts, -(-context // 4))
+    shorter = _at_one_context(engine, batch)
     _empty(engine, batch)
     batch, prefill_s = _fill(engine, prompts, context)
-    longer = [_twice(engine, batch, shallow)[1] for _ in range(9)]
-    # Of each the fastest step: what else the machine does only adds, and the rise is small.
-    rise_s = min(s.step_s - s.draft_s for s in longer) - min(s.step_s - s.draft_s for s in shorter)
-    slope_s = rise_s / (median(s.context_tokens for s in longer) - median(s.context_tokens for s in shorter))
+    slopes = slopes(shorter, _at_one_context(engine, batch), drafter.draft_length + 1)
 
     with tqdm(
         total=round(budget_s), desc="profiling", unit="s", leave=False, disable=None if progress else True
@@ -102,19 +96,14 @@ def profile(
             num_rounds += 1
     _empty(engine, batch)
     samples = [Sample(*key, median(found)) for key, found in times.items()]
-    context_per_request = float(np.mean(contexts))
-    # Noise must not make a step at short contexts cost nothing, or less: a price has to stay positive.
-    steepest_s = (
-        min(s.seconds / (s.batch_size or 1) for s in samples if s.kind != "draft") / context_per_request
-    )
     options = {
-        "context_token_s": min(max(0.0, slope_s), 0.9 * steepest_s),
-        "context_per_request": context_per_request,
+        **slopes,
+        "context_per_request": float(np.mean(contexts)),
         "prefill_token_s": prefill_s / (len(batch) * context),
         "max_graph_tokens": max_graph_tokens,
     }
     spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
-    cost = CostTable.from_samples(samples, **options)
+    cost = tamed(CostTable.from_samples(samples, **options), samples)
     return Profile(cost, median(spreads), time.perf_counter() - began)
 
 
@@ -132,6 +121,7 @@ def cached_profile(
     """
     about = {
         "target": repr(verifier.model.config),
+        "table": [field.name for field in fields(CostTable)],
         "drafter": [type(drafter).__name__, drafter.draft_length, repr(getattr(drafter, "model", None))],
         "device": device_name(verifier.device),
         "dtype": str(verifier.model.lm_head.weight.dtype),
@@ -141,12 +131,20 @@ def cached_profile(
         "context": round(context / 32),
         "options": repr(sorted((k, v) for k, v in options.items() if k not in ("progress", "budget_s"))),
     }
+    return cached(about, lambda: profile(verifier, drafter, prompts, context, **options), directory)
+
+
+def cached(about: dict[str, Any], measure: Callable[[], Profile], directory: Path | None = None) -> Profile:
+    """What was measured before for the same `about`, anything that JSON can hold; else what `measure` finds.
+
+    directory: of the cache; the user's own unless given.
+    """
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     file = (directory or cache_directory()) / f"{digest}.json"
     if file.is_file():
         found = json.loads(file.read_text(encoding="utf-8"))
         return Profile(CostTable.from_dict(found["cost"]), found["spread"], found["measured_s"], cached=True)
-    fresh = profile(verifier, drafter, prompts, context, **options)
+    fresh = measure()
     document = {
         "about": about,
         "spread": fresh.spread,
@@ -178,7 +176,7 @@ class Drift:
         if not batch:
             return
         if step.draft_s:
-            expected_s = self.cost.draft_seconds(batch, extrapolate=True)
+            expected_s = self.cost.draft_seconds(batch, step.context_tokens, extrapolate=True)
             expected_s += self.cost.seconds(batch, tokens, step.context_tokens, extrapolate=True)
         else:
             expected_s = self.cost.plain_seconds(batch, step.context_tokens, extrapolate=True)
@@ -194,6 +192,60 @@ class Drift:
         if abs(self.ratio - 1) <= TOLERANCE:
             return ""
         return f"the cost profile no longer fits: steps take {self.ratio:.2f} times what it says"
+
+
+class Times(NamedTuple):
+    """What steps of one batch take at one context: of each the fastest, for what else runs only adds."""
+
+    plain_s: float
+    full_s: float  # without the drafter
+    draft_s: float  # with nothing to catch up with
+    context_tokens: float
+
+
+def _at_one_context(engine: Engine, batch: list[Running]) -> Times:
+    plain = [_twice(engine, batch, Off())[1] for _ in range(6)]
+    full = [step for _ in range(6) for step in _twice(engine, batch, Full())]
+    return Times(
+        min(s.step_s for s in plain),
+        min(s.step_s - s.draft_s for s in full),
+        min(s.draft_s for s in full[::2]),
+        median(s.context_tokens for s in plain),
+    )
+
+
+def slopes(shorter: Times, longer: Times, width: int) -> dict[str, float]:
+    """Seconds a context token, as CostTable names them, from one batch at two contexts.
+
+    A plain step has a row a request to attend to the context, a full one `width`: what their slopes differ
+    by grows with the rows, and what is left does not.
+    """
+    tokens = longer.context_tokens - shorter.context_tokens
+    plain_s, full_s, draft_s = (
+        max(0.0, (after - before) / tokens) for before, after in zip(shorter[:3], longer[:3], strict=True)
+    )
+    pair_s = max(0.0, (full_s - plain_s) / (width - 1))
+    token_s = max(0.0, plain_s - pair_s)
+    return {"context_token_s": token_s, "context_pair_s": pair_s, "draft_context_token_s": draft_s}
+
+
+def tamed(cost: CostTable, samples: Sequence[Sample]) -> CostTable:
+    """The table, its slopes lowered where noise made a step without context cost next to nothing, or less."""
+    saved: dict[bool, list[float]] = {False: [], True: []}  # by such a step, as a share of its time
+    for kind, batch_size, tokens, seconds in samples:
+        assert batch_size, "a profile counts requests"
+        without = batch_size, 0
+        if kind == "draft":
+            saved[True].append(-cost.draft_context_seconds(*without) / seconds)
+        else:
+            saved[False].append(-cost.context_seconds(*without, tokens or batch_size) / seconds)
+    target, drafter = (min(1.0, 0.9 / max(1e-9, *saved[drafts])) for drafts in (False, True))
+    return replace(
+        cost,
+        context_token_s=target * cost.context_token_s,
+        context_pair_s=target * cost.context_pair_s,
+        draft_context_token_s=drafter * cost.draft_context_token_s,
+    )
 
 
 def _room(engine: Engine) -> int:

@@ -245,8 +245,21 @@ class Engine:
         price = self._prices.get(key)
         if price is None:
             price = self._prices[key] = self._price(*key)
+        return self._at_context(price, *key, context_tokens)
+
+    def _at_context(
+        self,
+        price: tuple[float, float],
+        batch: int,
+        num_verify_tokens: int,
+        drafts: int,
+        context_tokens: int,
+    ) -> tuple[float, float]:
+        """Seconds of drafter and target once the contexts are as long as they are."""
         draft_s, verify_s = price
-        return draft_s, verify_s + self.cost.context_seconds(batch, context_tokens)
+        if drafts:
+            draft_s += self.cost.draft_context_seconds(batch, context_tokens, drafts)
+        return draft_s, verify_s + self.cost.context_seconds(batch, context_tokens, num_verify_tokens)
 
     def _price(
         self,
@@ -261,7 +274,7 @@ class Engine:
         if not drafts:
             return 0.0, self.cost.plain_seconds(batch, None, *prefill, extrapolate=tail)
         return (
-            self.cost.draft_seconds(batch, extrapolate=tail, drafts=drafts),
+            self.cost.draft_seconds(batch, None, drafts, extrapolate=tail),
             self.cost.seconds(batch, num_verify_tokens, None, *prefill, extrapolate=tail),
         )
 

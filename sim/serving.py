@@ -151,7 +151,7 @@ class Replica(Engine):
             self.now_s + (self.env.peek() - now_s),
             price[1],
             self.limits.host_s,
-            cost.context_token_s,
+            cost.context_token_s + cost.context_pair_s,  # a row a request
             cost.context_per_request,
         )
 
@@ -176,8 +176,8 @@ class Replica(Engine):
         prefill = scheduler.ahead[0].prefill
         if prefill[0]:
             batch, width = confidences.shape
-            draft_s, verify_s = self._price(batch, selection.num_verify_tokens, width, *prefill)
-            verify_s += self.cost.context_seconds(batch, context_tokens)
+            step = batch, selection.num_verify_tokens, width
+            draft_s, verify_s = self._at_context(self._price(*step, *prefill), *step, context_tokens)
         else:
             draft_s, verify_s = super().verify(confidences, selection, context_tokens)
         if self.limits.asynchronous:

@@ -44,4 +44,6 @@ def make_cost(block: int, most: int = 8, context_token_s: float = 0.0) -> CostTa
     for batch in range(2, most + 1, 2):
         samples += [Sample("plain", batch, None, 0.010 + batch * 1e-4), Sample("draft", batch, None, 0.001)]
         samples += [Sample("verify", batch, batch * n, 0.011 + batch * n * 3e-4) for n in range(1, block + 1)]
-    return CostTable.from_samples(samples, context_token_s=context_token_s, context_per_request=20)
+    slopes = {"context_token_s": context_token_s, "context_per_request": 20}
+    slopes |= {"context_pair_s": context_token_s / 4, "draft_context_token_s": context_token_s / 2}
+    return CostTable.from_samples(samples, **slopes)

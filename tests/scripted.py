@@ -108,11 +108,11 @@ class ScriptedDrafter:
         self.verifier, self.draft_length, self.by_drawn = verifier, draft_length, by_drawn
         self.texts: list[list[int]] = [[] for _ in range(verifier.num_slots)]
         self.num_calls = 0
-        self.spend: Callable[[int], None] = lambda batch: None
+        self.spend: Callable[[int, int], None] = lambda batch, context: None
         logits = np.random.default_rng(6).normal(size=(NUM_STATES, draft_length, verifier.vocab)) * 2
         self.proposals = torch.from_numpy(logits).float().softmax(-1)
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Seen, at_once: bool = False) -> None:
         for slot, position, token in zip(seen.slots, seen.positions, seen.tokens, strict=True):
             assert position <= len(self.texts[slot]), f"slot {slot}: a gap before position {position}"
             self.texts[slot][position:] = [int(token)]
@@ -127,7 +127,7 @@ class ScriptedDrafter:
         uniforms: np.ndarray | None = None,
     ) -> Drafts:
         self.num_calls += 1
-        self.spend(len(slots))
+        self.spend(len(slots), int(lengths.sum()) + len(slots))
         states = []
         for slot, length, anchor in zip(slots, lengths, anchors, strict=True):
             assert len(self.texts[slot]) >= length, f"slot {slot}: {length} tokens, was shown fewer"

@@ -80,6 +80,21 @@ def test_context_and_prompt_tokens_add_their_measured_seconds() -> None:
     assert slow.seconds(4, 8, context_tokens=400) == pytest.approx(10)
     assert slow.seconds(4, 8, context_tokens=500, prefill_tokens=7) == pytest.approx(10 + 1 + 0.7)
     assert slow.plain_seconds(4, context_tokens=300) == pytest.approx(8 - 1)
+    assert slow.draft_seconds(4, context_tokens=500) == 1
+
+
+def test_every_verified_row_and_the_drafter_attend_to_the_context() -> None:
+    slopes = {"context_token_s": 0.01, "context_pair_s": 0.002, "draft_context_token_s": 0.003}
+    slow = table(**slopes, context_per_request=100, draft_lengths=[(3, 0.5), (15, 1.0)])
+    # 100 tokens a request beyond: each of the rows attends to 100 more, whatever request it is of
+    assert slow.seconds(4, 8, context_tokens=800) == pytest.approx(10 + 4 + 8 * 100 * 0.002)
+    assert slow.seconds(4, 16, context_tokens=800) == pytest.approx(12 + 4 + 16 * 100 * 0.002)
+    assert slow.plain_seconds(4, context_tokens=0) == pytest.approx(8 - 4 - 4 * 100 * 0.002)
+    assert slow.draft_seconds(4, context_tokens=800) == pytest.approx(1 + 400 * 0.003)
+    assert slow.draft_seconds(4, context_tokens=800, drafts=3) == pytest.approx((1 + 400 * 0.003) / 2)
+    tokens = np.array([4, 8, 16])
+    assert slow.context_seconds(4, 800, tokens) == pytest.approx([4 + n * 0.2 for n in tokens])
+    assert slow.context_seconds(4, None, 8) == slow.draft_context_seconds(4, None) == 0
 
 
 def staircase() -> CostTable:
@@ -110,9 +125,10 @@ def test_the_published_graph_staircase_is_read_as_a_table(shared: Path) -> None:
     assert curve.seconds(32, 257) == curve.seconds(32, 272) == verify[272]
 
 
-@given(st.floats(0, 1), st.floats(0, 1))
-def test_a_saved_table_reads_back_the_same(context_s: float, prefill_s: float) -> None:
-    original = table(context_token_s=context_s, prefill_token_s=prefill_s)
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_a_saved_table_reads_back_the_same(context_s: float, pair_s: float, prefill_s: float) -> None:
+    slopes = {"context_token_s": context_s, "context_pair_s": pair_s, "draft_context_token_s": pair_s / 2}
+    original = table(**slopes, prefill_token_s=prefill_s)
     again = CostTable.from_dict(json.loads(json.dumps(original.to_dict())))
     assert again.to_dict() == original.to_dict()
     assert again.seconds(5, 11) == original.seconds(5, 11)

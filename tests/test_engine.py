@@ -19,7 +19,7 @@ from dcut.policies import BudgetPolicy, Full, parse_policy
 from dcut.selector import Selection
 from runtime import drafter as drafter_module
 from runtime import engine as engine_module
-from runtime.drafter import Drafter, Drafts
+from runtime.drafter import DFlashDrafter, Drafter, Drafts, Seen
 from runtime.engine import Engine, Request
 from runtime.pair import weights
 from runtime.pair.dense import generate
@@ -125,6 +125,27 @@ def test_plain_steps_leave_the_drafter_alone_and_it_catches_up() -> None:
         r.request_id: verifier.say(r.prompt, r.max_tokens) for r in asked
     }
     assert drafter.num_calls == -(-policy.num_steps // 2)
+
+
+def test_a_drafter_at_work_reads_a_prompt_with_its_admission_and_one_at_rest_lets_it_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for policy, at_once in (("full", True), ("off", False)):
+        verifier, drafter = tiny_pair()
+        assert isinstance(drafter, DFlashDrafter)
+        taken: list[Seen] = []
+        take_in = drafter._take_in
+        monkeypatch.setattr(
+            drafter, "_take_in", lambda seen, to=taken, do=take_in: (to.append(seen), do(seen))
+        )
+        engine = Engine(verifier, drafter, parse_policy(policy), COST, 1)
+        engine.add(Request(0, [3, 1, 4], 6, stop_token_ids=()))
+        engine.add(Request(1, [1, 5, 9, 2, 6], 6, stop_token_ids=()))
+        while not (engine.batch and engine.batch[0].finish_reason):
+            engine.step()
+        taken.clear()
+        engine.admit()
+        assert [seen.tokens.tolist() for seen in taken] == ([[1, 5, 9, 2, 6]] if at_once else [])
 
 
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "draft"])

@@ -1,5 +1,6 @@
 """The start-up profile: it measures what steps cost, is kept, and notices when it no longer fits."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,18 @@ class Clock:
         return self.now_s
 
     def verify(self, batch: int, rows: int, context: int) -> None:
-        self.now_s += self.factor * (2e-3 + 1e-3 * rows + 1e-5 * context)
+        self.now_s += self.factor * verify_s(batch, rows, context)
 
-    def draft(self, batch: int) -> None:
-        self.now_s += self.factor * (3e-3 + 5e-4 * batch)
+    def draft(self, batch: int, context: int) -> None:
+        self.now_s += self.factor * draft_s(batch, context)
+
+
+def verify_s(batch: int, rows: int, context: int) -> float:
+    return 2e-3 + 1e-3 * rows + 1e-5 * context + 4e-6 * rows * context / batch
+
+
+def draft_s(batch: int, context: int) -> float:
+    return 3e-3 + 5e-4 * batch + 2e-5 * context
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +51,17 @@ def measured() -> Profile:
 
 def test_the_profile_finds_the_cost_of_every_step(measured: Profile) -> None:
     cost = measured.cost
-    for batch in (1, 3, 8):
-        context = 40 * batch
+    for batch, length in itertools.product((1, 3, 8), (20, 40, 60)):
+        context = length * batch
         for rows in (2 * batch, 5 * batch, 8 * batch):
             assert cost.seconds(batch, rows, context) == pytest.approx(
-                2e-3 + 1e-3 * rows + 1e-5 * context, rel=0.01
+                verify_s(batch, rows, context), rel=0.02
             )
-        assert cost.draft_seconds(batch) == pytest.approx(3e-3 + 5e-4 * batch)
-        assert cost.plain_seconds(batch, context) == pytest.approx(
-            2e-3 + 1e-3 * batch + 1e-5 * context, rel=0.01
-        )
+        assert cost.draft_seconds(batch, context) == pytest.approx(draft_s(batch, context), rel=0.02)
+        assert cost.plain_seconds(batch, context) == pytest.approx(verify_s(batch, batch, context), rel=0.02)
     assert cost.context_token_s == pytest.approx(1e-5, rel=0.05)
+    assert cost.context_pair_s == pytest.approx(4e-6, rel=0.05)
+    assert cost.draft_context_token_s == pytest.approx(2e-5, rel=0.05)
     assert cost.prefill_token_s == pytest.approx(1e-3, rel=0.05)
     assert measured.spread < 0.05
 

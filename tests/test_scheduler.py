@@ -142,7 +142,7 @@ class Plain:
         prompts = sum(new for _, new, kind in plan if kind != "decode")
         batch, context = len(live), sum(request.tokens for request in live)
         if self.drafts and any(row > 1 for row in rows):
-            seconds = self.cost.draft_seconds(batch, extrapolate=True)
+            seconds = self.cost.draft_seconds(batch, context, extrapolate=True)
             tail = self.cost.seconds(batch, sum(rows), context, prompts, extrapolate=True)
         else:
             seconds, tail = 0.0, self.cost.plain_seconds(batch, context, prompts, extrapolate=True)

@@ -68,7 +68,7 @@ def naive(trace: Trace, spec: str, cost: CostTable, batch_size: int, order: np.n
         tail = batch < batch_size
         if width:
             num_tokens = sum(int(depth) + 1 for depth in selection.keep_depth)
-            draft_s = cost.draft_seconds(batch, extrapolate=tail)
+            draft_s = cost.draft_seconds(batch, context, extrapolate=tail)
             verify_s = cost.seconds(batch, num_tokens, context, extrapolate=tail)
         else:
             num_tokens, draft_s = batch, 0.0

@@ -26,6 +26,8 @@ COST = CostTable.from_samples(
     [Sample("verify", b, b * n, 0.002 + 0.001 * b * n) for b in (1, 4) for n in (1, 5)]
     + [Sample("draft", b, None, 0.002) for b in (1, 4)],
     context_token_s=1e-6,
+    context_pair_s=2e-7,
+    draft_context_token_s=3e-6,
     context_per_request=20.0,
 )
 SHARED = replace(COST, prefill_token_s=5e-4)  # of an engine whose prompts share the steps
@@ -190,7 +192,7 @@ def another_engine(trace: Trace, policy: str, batch_size: int, slowness: float =
             accepted = np.minimum([r["num_accepted"] for r in rows], selection.keep_depth)
             left = np.array([requests[i]["output_tokens"] - 1 - running[i] for i in batch])
             emitted = np.minimum(accepted + 1, left)
-            draft_s = SHARED.draft_seconds(len(batch), extrapolate=True) if width else 0.0
+            draft_s = SHARED.draft_seconds(len(batch), context, extrapolate=True) if width else 0.0
             arguments = len(batch), selection.num_verify_tokens, context, prefill_tokens
             plain = len(batch), context, prefill_tokens
             verify_s = (
