@@ -74,7 +74,7 @@ def profile(
     shorter = _at_one_context(engine, batch)
     _empty(engine, batch)
     batch, prefill_s = _fill(engine, prompts, context)
-    slopes = slopes(shorter, _at_one_context(engine, batch), drafter.draft_length + 1)
+    context_slopes = slopes(shorter, _at_one_context(engine, batch), drafter.draft_length + 1)
 
     with tqdm(
         total=round(budget_s), desc="profiling", unit="s", leave=False, disable=None if progress else True
@@ -97,7 +97,7 @@ def profile(
     _empty(engine, batch)
     samples = [Sample(*key, median(found)) for key, found in times.items()]
     options = {
-        **slopes,
+        **context_slopes,
         "context_per_request": float(np.mean(contexts)),
         "prefill_token_s": prefill_s / (len(batch) * context),
         "max_graph_tokens": max_graph_tokens,
