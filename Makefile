@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 OUT ?= out/demo
 
-.PHONY: demo test test-all lint install clean
+.PHONY: demo test test-all test-vllm lint install clean
 
 install: $(VENV)/.stamp-dev
 
@@ -18,15 +19,27 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,runtime]'
 	touch $@
 
+# vLLM for CPUs, whose pins are its own. torch with what it needs, all else without.
+$(VLLM)/.stamp: pyproject.toml constraints.txt runtime/vllm/requirements-cpu.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(VLLM)/bin/pip install -q --disable-pip-version-check --no-deps -r runtime/vllm/requirements-cpu.txt
+	$(VLLM)/bin/pip install -q --disable-pip-version-check -c runtime/vllm/requirements-cpu.txt -e . hypothesis pytest
+	touch $@
+
 demo: $(VENV)/.stamp
 	$(BIN)/python -m sim.replay --trace h20-qwen3-8b --policy off,full,ratio:0.75,ratio:0.5,dcut --batch-size 4,8,16,32,64 --out $(OUT)/replay
 	$(BIN)/python -m analysis.report $(OUT)/replay --out $(OUT)/report.html
 
-test: lint
+test: lint test-vllm
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint
+test-all: lint test-vllm
 	$(BIN)/python -m pytest
+
+# What has to meet vLLM itself; without it these tests skip.
+test-vllm: $(VLLM)/.stamp
+	$(VLLM)/bin/python -m pytest -m "not slow" tests/test_vllm_*.py tests/test_rivals.py
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -35,4 +48,4 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) out build dist *.egg-info

@@ -27,7 +27,7 @@ class Chooser:
         confidences: np.ndarray,
         requests: Sequence[Hashable],
         cost: CostTable | None,
-        context_tokens: float,
+        context_tokens: float | None = None,
     ) -> Selection:
         """The policy's choice for confidences float32 [batch, drafts], `requests` naming the rows."""
         width = confidences.shape[1]

@@ -228,7 +228,7 @@ def test_a_policy_that_lags_is_told_the_confidences_of_the_step_before() -> None
         for i, request_id in enumerate(anchors.request_id):
             expected = told.get(request_id, np.ones(5))
             np.testing.assert_array_equal(policy.stale[-1][i], expected)
-        told = {r.request.request_id: engine.history[0][r.slot] for r in engine.batch}
+        told = {r.request.request_id: engine.chooser.history[0][r.slot] for r in engine.batch}
     assert len(told) == 2
 
 

@@ -2,27 +2,116 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dcut.errors import InputError
 from dcut.policies import parse_policy
-from dcut.protocol import BudgetPolicy
+from dcut.protocol import BudgetPolicy, UniformPolicy
+from runtime.chooser import Chooser
+
+CONFIDENT = ("dflash", "eagle", "eagle3", "mtp", "draft_model")
+"""vLLM's speculative methods whose drafters give a probability for each draft."""
+
+UNSURE = ("ngram",)
+"""Those that give none: only policies that do not look at confidences can run with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Read from the environment (DCUT_POLICY, ...) or from vLLM's additional_config {"dcut": {...}}."""
+    """Each from the environment (DCUT_POLICY, DCUT_PROFILE_S) or vLLM's additional_config, which wins.
+
+    additional_config: {"dcut": {"policy": "dcut", "profile_s": 30}}.
+    """
 
     policy: str
+    profile_s: float = 30.0  # time to measure step costs at start-up; 0: none, policies see no costs
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.profile_s < math.inf:
+            raise InputError(f"dcut profile_s {self.profile_s:g}: give seconds, 0 or more")
+
+    @classmethod
+    def read(cls, additional_config: Any, environment: Mapping[str, str] = os.environ) -> Options:
+        """What was asked for. Raises InputError where no policy is, and on what cannot be understood."""
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        given = additional_config.get("dcut", {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise InputError(f'additional_config "dcut": {given!r} is no object: give {{"policy": "dcut"}}')
+        for key in given:
+            if key not in fields:
+                close = difflib.get_close_matches(key, fields, n=1, cutoff=0.4)
+                hint = f", did you mean {close[0]!r}?" if close else ""
+                raise InputError(f"dcut has no option {key!r}{hint}; there are {', '.join(fields)}")
+        known = {name: f"DCUT_{name.upper()}" for name in fields}
+        found = {name: environment[key] for name, key in known.items() if environment.get(key)} | given
+        if "policy" not in found:
+            raise InputError(
+                'no policy is named: set DCUT_POLICY, or give additional_config {"dcut": {"policy": ...}}'
+            )
+        try:
+            seconds = float(found.get("profile_s", cls.profile_s))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"dcut profile_s {found['profile_s']!r} is not a number of seconds") from error
+        return cls(str(found["policy"]), seconds)
 
     @property
     def parsed(self) -> BudgetPolicy:
-        """The policy, not started."""
-        return parse_policy(self.policy)
+        """The policy, not started. Raises InputError on an unknown one and on an oracle."""
+        policy = parse_policy(self.policy)
+        Chooser(policy)
+        return policy
 
-    @classmethod
-    def of(cls, vllm_config: Any) -> Options:
-        """The options of a running engine."""
-        given = (vllm_config.additional_config or {}).get("dcut", {})
-        return cls(**{"policy": os.environ.get("DCUT_POLICY", "dcut"), **given})
+
+def check(options: Options, vllm_config: Any) -> None:
+    """Raise InputError, with the remedy, where the V1 runner cannot run the policy as configured.
+
+    vllm_config: vLLM's VllmConfig, complete; no model is needed yet.
+    """
+    policy, speculative = options.parsed, vllm_config.speculative_config
+    if speculative is None:
+        raise InputError(
+            f"dcut policy {options.policy!r} needs speculative decoding: give vLLM a --speculative-config"
+        )
+    method = speculative.method
+    if method not in CONFIDENT + UNSURE:
+        raise InputError(
+            f"dcut does not know the speculative method {method!r}: use {', '.join(CONFIDENT + UNSURE)}"
+        )
+    if not isinstance(policy, UniformPolicy):
+        _check_confidences(options, speculative)
+    if speculative.num_speculative_tokens_per_batch_size is not None:
+        raise InputError(
+            "num_speculative_tokens_per_batch_size is vLLM's own policy: take it out, or unset DCUT_POLICY"
+        )
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(vllm_config.parallel_config, name)
+        if size > 1:
+            raise InputError(
+                f"dcut cannot run with {name} {size}: use tensor parallelism, or one server a replica"
+            )
+
+
+def _check_confidences(options: Options, speculative: Any) -> None:
+    method = speculative.method
+    if method in UNSURE:
+        raise InputError(
+            f"{method} drafts come without confidences, which dcut policy {options.policy!r} needs: choose "
+            "off, full, fixed:K or another that verifies equally much of every request (dsd, ema, smartspec)"
+        )
+    if speculative.use_local_argmax_reduction:
+        raise InputError(
+            f"use_local_argmax_reduction leaves no confidences for dcut policy {options.policy!r}: "
+            "set it to false"
+        )
+    block = method == "dflash" or speculative.parallel_drafting
+    if speculative.draft_sample_method != "greedy" and not block:
+        raise InputError(
+            f"drafts of {method} that are drawn cannot be pruned by their confidences without a bias: "
+            'set "draft_sample_method": "greedy"'
+        )

@@ -211,10 +211,8 @@ class Pruner:
 
     def warm_up(self) -> None:
         """Have the policy's code compiled, so that no request waits for it."""
-        policy = self.policy.start()
-        for batch_size in (1, 2):
-            confidences = np.full((batch_size, self.draft_length), 0.5, np.float32)
-            Chooser(policy).select(confidences, range(batch_size), self.cost, 0.0)
+        confidences = np.full((2, self.draft_length), 0.5, np.float32)
+        Chooser(self.policy).select(confidences, range(2), self.cost)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended."""

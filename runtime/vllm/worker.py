@@ -14,9 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from dcut.cost import CostTable
-from dcut.errors import InputError
 from dcut.policies import parse_policy
 from runtime.engine import Step
+from runtime.metrics import StepMetrics
 from runtime.vllm import adaptive
 from runtime.vllm.options import CONFIDENT, Options
 from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Proposal, Pruner
@@ -27,20 +27,12 @@ else:
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
 
 
-def options_of(vllm_config: Any) -> Options:
-    """What the user asked for. Raises InputError where that is nothing."""
-    options = Options.read(vllm_config.additional_config)
-    if options is None:
-        raise InputError("dcut's worker needs a policy: set DCUT_POLICY")
-    return options
-
-
 class AdaptiveWorker(_Worker):
     """The platform's worker of the V2 runner: our policy sets the budgets of its adaptive verification."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        adaptive.install(options_of(self.vllm_config).parsed, self.vllm_config)
+        adaptive.install(Options.read(self.vllm_config.additional_config).parsed, self.vllm_config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +66,11 @@ class Worker(_Worker):
         if current_platform.is_cpu():
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         speculative = self.vllm_config.speculative_config
-        self.dcut = Pruner(options_of(self.vllm_config).parsed, speculative.num_speculative_tokens)
+        self.dcut = Pruner(
+            Options.read(self.vllm_config.additional_config).parsed, speculative.num_speculative_tokens
+        )
+        if self.is_driver_worker and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self.dcut.metrics = StepMetrics(None)
         self._method = speculative.method
         self._block = speculative.method == "dflash" or speculative.parallel_drafting
         self._decides = get_tp_group().rank_in_group == 0
@@ -98,6 +94,10 @@ class Worker(_Worker):
     def dcut_cost(self, cost: dict[str, Any]) -> None:
         """Set what steps cost, from CostTable.to_dict, and compile the policy's code before it is needed."""
         self.dcut.cost = CostTable.from_dict(cost)
+        self.dcut.warm_up()
+
+    def dcut_warm_up(self) -> None:
+        """Compile the policy's code before it is needed."""
         self.dcut.warm_up()
 
     def dcut_steps(self) -> list[Step]:

@@ -1,0 +1,165 @@
+# pyright: reportMissingImports=false
+"""Measures what a step costs as vLLM starts, by running its own scheduler and workers on made-up prompts."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.logger import init_logger
+from vllm.v1.request import Request, RequestStatus
+
+from dcut.cost import CostTable, Sample
+from runtime.engine import Step
+from runtime.graphs import knots, powers_of_two
+from runtime.profiler import Profile, Times, cached, device_name, slopes, tamed
+from runtime.vllm.options import UNSURE, Options
+
+CONTEXT = 256  # tokens of a prompt, where the model's longest leaves room for four times as many
+STEPS = 3  # of one policy in a row
+LARGEST = 128  # requests in a measured batch; beyond, the table's last slope goes on
+
+logger = init_logger("vllm.dcut")
+
+
+def set_cost(core: Any) -> None:
+    """Measure within the seconds that the options allow, or take from the cache, and tell every worker.
+
+    core: vLLM's EngineCore, whose scheduler and workers are there and idle.
+    """
+    config = core.vllm_config
+    options, speculative = Options.read(config.additional_config), config.speculative_config
+    if speculative.method in UNSURE:
+        return
+    if not options.profile_s:
+        core.model_executor.collective_rpc("dcut_warm_up")
+        return
+    profiling = Profiling(core)
+    found = cached(_about(config, profiling), lambda: profiling.profile(options.profile_s))
+    logger.info("dcut: %s", found)
+    core.model_executor.collective_rpc("dcut_policy", args=(options.policy,))
+    core.model_executor.collective_rpc("dcut_cost", args=(found.cost.to_dict(),))
+
+
+class Profiling:
+    """The engine at work on batches of our own, under one policy after the other."""
+
+    def __init__(self, core: Any) -> None:
+        config = core.vllm_config
+        self.scheduler, self.executor = core.scheduler, core.model_executor
+        self.draft_length = config.speculative_config.num_speculative_tokens
+        self.vocab_size = config.model_config.get_vocab_size()
+        self.context = min(CONTEXT, config.model_config.max_model_len // 4)
+        self.policies = ["off", *(f"fixed:{n - 1}" for n in knots(self.draft_length)[1:])]
+        self.room = (len(self.policies) * STEPS + 1) * (self.draft_length + 1)  # output tokens at most
+        self.context = min(CONTEXT, config.model_config.max_model_len - self.room - self.draft_length - 1)
+        fits = core.vllm_config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        most = min(config.scheduler_config.max_num_seqs, LARGEST, fits // (self.context + self.room + 64))
+        self.sizes = powers_of_two(max(1, most))[::-1]
+        self.random = np.random.default_rng(0)
+
+    def profile(self, budget_s: float) -> Profile:
+        """Time every batch size under every policy, round after round, as `runtime.profiler.profile` does."""
+        began = time.perf_counter()
+        steps: list[Step] = []
+        largest = self.sizes[0]
+        shorter = _times(
+            self.steps(largest, max(1, self.context // 4), ["off", f"fixed:{self.draft_length}"])
+        )
+        num_rounds = 0
+        while not num_rounds or (time.perf_counter() - began) * (1 + 1 / num_rounds) < budget_s:
+            for size in self.sizes:
+                steps += self.steps(size, self.context, self.policies)
+            num_rounds += 1
+        times: dict[tuple[str, int, int | None], list[float]] = {}
+        for step in steps:
+            batch_size = len(step.request_id)
+            if not step.draft_s:
+                times.setdefault(("plain", batch_size, None), []).append(step.step_s)
+                continue
+            times.setdefault(("draft", batch_size, None), []).append(step.draft_s)
+            tokens = step.selection.num_verify_tokens
+            times.setdefault(("verify", batch_size, tokens), []).append(step.step_s - step.draft_s)
+        samples = [Sample(*key, median(found)) for key, found in times.items()]
+        longer = _times([step for step in steps if len(step.request_id) == largest])
+        cost = CostTable.from_samples(
+            samples,
+            **slopes(shorter, longer, self.draft_length + 1),
+            context_per_request=float(np.mean([s.context_tokens / len(s.request_id) for s in steps])),
+        )
+        spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
+        return Profile(tamed(cost, samples), median(spreads), time.perf_counter() - began)
+
+    def steps(self, batch_size: int, context: int, policies: list[str]) -> list[Step]:
+        """What the log says of steps in which so many requests decode, under each of the policies."""
+        self._policy(policies[0])
+        params = SamplingParams(temperature=0, max_tokens=self.room, ignore_eos=True)
+        for i in range(batch_size):
+            prompt = self.random.integers(self.vocab_size, size=context).tolist()
+            self.scheduler.add_request(Request(f"dcut-profile-{i}", prompt, params, None))
+        while self.scheduler.get_request_counts()[1] or not self._decoding():
+            self._step()
+        for policy in policies:
+            self._policy(policy)
+            for _ in range(STEPS):
+                self._step()
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self._step()  # tells the workers
+        found = self.executor.collective_rpc("dcut_steps")[0]
+        return [s for s in found if len(s.request_id) == batch_size and not s.prefill_tokens]
+
+    def _decoding(self) -> bool:
+        return all(request.num_output_tokens for request in self.scheduler.requests.values())
+
+    def _policy(self, spec: str) -> None:
+        self.executor.collective_rpc("dcut_policy", args=(spec,))
+
+    def _step(self) -> None:
+        """EngineCore.step and post_step, without what they do for clients."""
+        scheduled = self.scheduler.schedule()
+        output = self.executor.execute_model(scheduled)
+        if output is None:
+            output = self.executor.sample_tokens(None)
+        self.scheduler.update_from_output(scheduled, output)
+        if scheduled.total_num_scheduled_tokens:
+            drafts = self.executor.take_draft_token_ids()
+            if drafts is not None:
+                self.scheduler.update_draft_token_ids(drafts)
+
+
+def _times(steps: list[Step]) -> Times:
+    """Of one batch at one context: of each kind of step the fastest."""
+    plain = [s for s in steps if not s.draft_s]
+    deepest = max(s.selection.num_verify_tokens for s in steps)
+    full = [s for s in steps if s.selection.num_verify_tokens == deepest]
+    return Times(
+        min(s.step_s for s in plain),
+        min(s.step_s - s.draft_s for s in full),
+        min(s.draft_s for s in full),
+        median(s.context_tokens for s in plain),
+    )
+
+
+def _about(config: Any, profiling: Profiling) -> dict[str, Any]:
+    """What a profile depends on."""
+    speculative, device = config.speculative_config, torch.device(config.device_config.device)
+    draft = speculative.draft_model_config
+    return {
+        "engine": "vllm",
+        "target": config.model_config.hf_config.to_dict(),
+        "drafter": [speculative.method, profiling.draft_length, draft.hf_config.to_dict()],
+        "dtype": str(config.model_config.dtype),
+        "device": device_name(device),
+        "ranks": config.parallel_config.tensor_parallel_size,
+        "threads": torch.get_num_threads(),
+        "eager": config.model_config.enforce_eager,
+        "versions": {name: version(name) for name in ("dcut", "torch", "numba")}
+        | {"vllm": __import__("vllm").__version__},
+        "sizes": profiling.sizes,
+        "context": profiling.context,
+    }
