@@ -432,7 +432,8 @@ def _coast(
         load.num_waiting = num_waiting
         load.kv_blocks = m.num_blocks - m.num_free
         load.num_preempted = 0
-        gaps[gap_bin(end_s - now_s)] += batch
+        for i in range(batch):  # the first step may end a longer wait
+            gaps[gap_bin(end_s - (now_s if taken else books[running[i]].token_s))] += 1
         num_steps += 1
         taken += 1
         context_tokens += batch
