@@ -1,8 +1,11 @@
 """Our budgets in vLLM's adaptive verification: against its own code, and against a scripted engine."""
 
+import importlib
 import importlib.util
+import itertools
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcut.cost import CostTable
+from dcut.errors import InputError
 from dcut.policies import parse_policy
 from dcut.protocol import BudgetPolicy
 from dcut.rivals import keep_best
 from dcut.selector import Selection
+from runtime.pair.weights import path
 from runtime.vllm import adaptive
 from runtime.vllm.adaptive import Prices, Scheduled, Steering
 
@@ -31,6 +36,11 @@ def module() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and others on import
         return adaptive._adaptive_verification()
+
+
+def vllm(name: str) -> Any:
+    """A module of vLLM."""
+    return importlib.import_module(f"vllm.{name}")
 
 
 def milliseconds(seed: int = 0, requests: int = 40, tokens: int = 600) -> tuple[np.ndarray, np.ndarray]:
@@ -118,7 +128,7 @@ class Buffers:
         self.now, self.stale = np.ones((slots, WIDTH), np.float32), np.ones((slots, WIDTH), np.float32)
         self.prices = Prices(*milliseconds(), 64)
 
-    def add(self, slot: int) -> None:
+    def add(self, name: str, slot: int, prompt: int) -> None:
         self.now[slot] = self.stale[slot] = 1.0
 
     def depths(self, step: Scheduled) -> np.ndarray:
@@ -153,36 +163,35 @@ class Engine:
     def clock(self) -> float:
         return self.clock_s
 
-    def admit(self, manager: Any) -> None:
+    def schedule(self, manager: Any) -> Scheduled:
         while self.free and self.rng.random() < 0.7:
             slot, name = self.free.pop(), f"r{self.count}"
-            prompt = int(self.rng.integers(1, 40))
-            self.requests[name] = SimpleNamespace(
-                slot=slot, prompt=prompt, computed=0, left=int(self.rng.integers(5, 60))
+            request = SimpleNamespace(
+                slot=slot,
+                prompt=int(self.rng.integers(1, 40)),
+                computed=0,
+                left=int(self.rng.integers(5, 60)),
             )
+            self.requests[name] = request
             self.count += 1
-            manager.add(slot)
-
-    def schedule(self) -> Scheduled:
+            manager.add(name, slot, request.prompt)
         rows = []
         for request in self.requests.values():
             ahead = request.prompt - request.computed
             others = min(ahead, 25) if ahead > 0 else 1  # prompts come in pieces of 25
-            rows.append((request.slot, request.computed, others, 0 if ahead > 0 else WIDTH))
-        slots, computed, others, drafts = np.array(rows).T
-        prompts = np.array([r.prompt for r in self.requests.values()])
+            drafts = 0 if ahead > 0 else WIDTH
+            rows.append((request.slot, request.computed, others, drafts, request.prompt))
+            request.computed += others + drafts
+        slots, computed, others, drafts, prompts = np.array(rows, np.int64).reshape(-1, 5).T
         return Scheduled(list(self.requests), slots, computed, others, drafts, computed + others >= prompts)
 
     def serve(self, manager: Any, steps: int) -> None:
-        for _ in range(steps):
-            self.admit(manager)
-            if not self.requests:
+        while len(self.history) < steps:
+            step = self.schedule(manager)
+            if not step.names:
                 continue
-            step = self.schedule()
-            fresh = manager_confidences(manager, step)
+            fresh = manager.now[step.slots].copy()
             depths = manager.depths(step) if step.drafts.any() else np.zeros(len(step.names), np.int64)
-            for request, tokens in zip(self.requests.values(), step.others + step.drafts, strict=True):
-                request.computed += int(tokens)
             hits = np.logical_and.accumulate(self.rng.random(fresh.shape) < 0.7, axis=1).sum(axis=1)
             accepted = np.minimum(hits, depths)
             self.clock_s += self.durations[-1]  # the confidences land when the step before is over
@@ -200,11 +209,6 @@ class Engine:
                 request.left -= 1 + int(accepted[i])
                 if request.left <= 0:
                     self.free.append(self.requests.pop(name).slot)
-
-
-def manager_confidences(manager: Any, step: Scheduled) -> np.ndarray:
-    """Of the drafts that the step verifies."""
-    return manager.now[step.slots].copy()
 
 
 def check_diary(engine: Engine, diary: Diary) -> None:
@@ -284,8 +288,9 @@ def test_no_more_is_asked_than_was_drafted_and_than_vllm_can_take() -> None:
 
 
 def test_dcut_plus_learns_to_trust_no_draft_where_none_is_accepted() -> None:
-    steering, step = Steering(parse_policy("dcut-plus"), WIDTH, 1), decoding(8)
-    prices, confidences = Prices(*milliseconds(), 0), np.full((8, WIDTH), 0.9, np.float32)
+    seconds = itertools.count(step=0.01)
+    steering = Steering(parse_policy("dcut-plus"), WIDTH, 1, lambda: next(seconds))
+    step, prices, confidences = decoding(8), Prices(*milliseconds(), 0), np.full((8, WIDTH), 0.9, np.float32)
     asked = []
     for _ in range(400):
         asked.append(steering.budget(step, confidences, prices, 10**6).drafts)
@@ -371,3 +376,330 @@ def test_with_vllm_s_own_rule_the_manager_settles_on_vllm_s_own_number(
         stashed.append(manager._batch_budget)
     assert totals[0] == totals[1]
     assert stashed[0] == stashed[1]
+
+
+def test_where_more_drafts_never_make_a_plateau_the_first_peak_is_vllm_s_choice() -> None:
+    confidences = np.random.default_rng(0).beta(2, 0.7, (20, 8, WIDTH)).astype(np.float32)
+    tokens = np.arange(601)
+    for one, slope in zip(confidences, np.linspace(0.02, 1, 20), strict=True):
+        prices = Prices(np.full(41, 1.0), 5 + slope * tokens, 0)
+        chosen = [
+            Steering(parse_policy(spec), WIDTH, 1).budget(decoding(8), one, prices, 10**6)
+            for spec in ("dspark", "vllm-adaptive")
+        ]
+        assert chosen[0] == chosen[1]
+
+
+class Managed:
+    """vLLM's manager steered by a policy, its streams on the CPU; vLLM's own code spends the budget."""
+
+    def __init__(self, module: Any, policy: BudgetPolicy, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        torch = pytest.importorskip("torch")
+        self.torch, self.slots = torch, engine.places
+        nothing = SimpleNamespace(synchronize=int, record=int, wait_stream=bool)
+        for name in ("Stream", "Event", "current_stream"):
+            patch.setattr(torch.cuda, name, lambda *_, **__: nothing)
+        patch.setattr(module, "stream", lambda *_: nullcontext())
+        patch.setattr(module, "get_tp_group", OneRank)
+        patch.setattr(
+            module, "_assign_draft_token_budget_compiled", module._assign_draft_token_budget
+        )  # on a GPU compiled
+        self.states = SimpleNamespace(
+            num_speculative_steps=WIDTH,
+            device="cpu",
+            max_num_reqs=self.slots,
+            max_num_batched_tokens=600,
+            req_id_to_index={},
+            num_computed_tokens_np=np.zeros(self.slots, np.int32),
+            prefill_len=SimpleNamespace(np=np.zeros(self.slots, np.int32)),
+        )
+        kind = adaptive.manager_class(module, policy, engine.in_flight)
+        starts = torch.zeros(self.slots + 1, dtype=torch.int32)
+        self.manager: Any = kind(self.states, starts, 1, 10**6)
+        self.manager.steering.clock = engine.clock
+        list(self.manager.batches_to_profile([1, 2, 4, 8, 16, 24, 32]))
+        self.manager.set_cost_curves(
+            [(b, 1 + 0.02 * b) for b in (1, 2, 4, 8)], [(n, 5 + 0.1 * n) for n in (*SIZES, 600)]
+        )
+
+    @property
+    def now(self) -> np.ndarray:
+        return self.manager._confidence_probs.numpy()
+
+    def add(self, name: str, slot: int, prompt: int) -> None:
+        self.states.req_id_to_index[name] = slot
+        self.states.prefill_len.np[slot] = prompt
+        self.manager.add_request(slot)
+
+    def depths(self, step: Scheduled) -> np.ndarray:
+        """Drafts verified of each request, as vLLM's ranking leaves them."""
+        self.states.num_computed_tokens_np[step.slots] = step.computed
+        order = np.argsort(-step.drafts, kind="stable")  # its runner puts those with drafts first
+        names = [step.names[i] for i in order]
+        drafts, scheduled = step.drafts[order], (step.others + step.drafts)[order]
+        total = self.manager.get_num_tokens(
+            dict(zip(step.names, (step.others + step.drafts).tolist(), strict=True)),
+            {name: [-1] * int(k) for name, k in zip(names, drafts, strict=True) if k},
+        )
+        rows = np.append(0, np.cumsum(drafts + 1)).astype(np.int32)
+        compact, _ = self.manager.compact_batch(drafts, scheduled, rows)
+        assert compact.sum() == total
+        slots = self.torch.from_numpy(step.slots[order])
+        logits, starts, kept = self.manager.reallocate_drafts(names, slots)
+        depths = np.diff(logits.numpy()) - 1
+        assert np.diff(starts.numpy()).tolist() == (step.others[order] + depths).tolist() + [0] * (
+            self.slots - len(order)
+        )
+        assert depths.sum() == kept == total - step.others.sum()
+        back = np.empty_like(depths)
+        back[order] = depths
+        return back.astype(np.int64)
+
+    def record(self, step: Scheduled, fresh: np.ndarray) -> None:
+        batch = SimpleNamespace(num_reqs=len(step.names), idx_mapping=self.torch.from_numpy(step.slots))
+        self.manager.record_confidences(self.torch.from_numpy(fresh), batch)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_vllm_s_manager_verifies_as_the_policy_says_and_the_policy_hears_of_it(
+    module: Any, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, diary = Engine(in_flight), Diary()
+    engine.serve(Managed(module, diary, engine, monkeypatch), 300)
+    check_diary(engine, diary)
+
+
+def test_vllm_s_manager_gives_each_request_the_one_length_of_a_uniform_policy(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(1)
+    engine.serve(Managed(module, parse_policy("fixed:3"), engine, monkeypatch), 50)
+    for step, _, depths, _ in engine.history:
+        assert depths.tolist() == np.minimum(step.drafts, 3).tolist()
+
+
+def test_dcut_plus_serves_through_vllm_s_manager(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(1)
+    engine.serve(Managed(module, parse_policy("dcut-plus"), engine, monkeypatch), 400)
+    drafted = sum(int(step.drafts.sum()) for step, *_ in engine.history)
+    kept = sum(int(depths.sum()) for _, _, depths, _ in engine.history)
+    assert 0.05 * drafted < kept < 0.95 * drafted
+
+
+class VllmSchedule(Engine):
+    """The scripted runner behind vLLM's real scheduler, with one step in flight."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(in_flight=1)
+        self.scheduler, self.outputs = scheduler, deque[Any]()
+        self.prompts: dict[str, int] = {}
+        self.slots: dict[str, int] = {}
+
+    def schedule(self, manager: Any) -> Scheduled:
+        while len(self.scheduler.waiting) < 2:
+            name, prompt = f"r{len(self.prompts)}", int(self.rng.integers(1, 40))
+            self.prompts[name] = prompt
+            asked = vllm("sampling_params").SamplingParams(max_tokens=int(self.rng.integers(5, 60)))
+            request = vllm("v1.request").Request(name, list(range(prompt)), asked, None)
+            self.scheduler.add_request(request)
+        out = self.scheduler.schedule()
+        for name in out.finished_req_ids:
+            self.free.append(self.slots.pop(name))
+        for new in out.scheduled_new_reqs:
+            self.slots[new.req_id] = self.free.pop()
+            manager.add(new.req_id, self.slots[new.req_id], self.prompts[new.req_id])
+        cached = out.scheduled_cached_reqs
+        computed_of = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        names = list(out.num_scheduled_tokens)
+        if names:
+            self.outputs.append(out)
+        drafts = np.array([len(out.scheduled_spec_decode_tokens.get(name, ())) for name in names], np.int64)
+        others = np.array(list(out.num_scheduled_tokens.values()), np.int64) - drafts
+        computed = np.array([computed_of.get(name, 0) for name in names], np.int64)
+        slots = np.array([self.slots[name] for name in names], np.int64)
+        sampling = computed + others >= np.array([self.prompts[name] for name in names])
+        return Scheduled(names, slots, computed, others, drafts, sampling)
+
+    def settle(self, step: Scheduled, accepted: np.ndarray) -> None:
+        tokens = [
+            [7] * (1 + int(k)) if samples else [] for k, samples in zip(accepted, step.sampling, strict=True)
+        ]
+        index = {name: i for i, name in enumerate(step.names)}
+        output = vllm("v1.outputs").ModelRunnerOutput(
+            req_ids=step.names, req_id_to_index=index, sampled_token_ids=tokens
+        )
+        self.scheduler.update_from_output(self.outputs.popleft(), output)
+
+
+@pytest.fixture
+def scheduler(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's asynchronous scheduler of the built-in target, with drafts."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch, cache = importlib.import_module("torch"), vllm("v1.kv_cache_interface")
+        config = (
+            vllm("engine.arg_utils")
+            .EngineArgs(
+                model=str(path("target")),
+                max_model_len=256,
+                max_num_seqs=6,
+                max_num_batched_tokens=64,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                speculative_config={
+                    "method": "ngram",
+                    "num_speculative_tokens": WIDTH,
+                    "prompt_lookup_max": 3,
+                },
+            )
+            .create_engine_config()
+        )
+        config.scheduler_config.async_scheduling = (
+            True  # ngram alone would forbid it, and needs no checkpoint
+        )
+        config.cache_config.num_gpu_blocks = 400
+        spec = cache.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        blocks = cache.KVCacheConfig(400, [], [cache.KVCacheGroupSpec(["layer"], spec)])
+        grammars = vllm("v1.structured_output").StructuredOutputManager(config)
+        make = vllm("v1.core.sched.async_scheduler").AsyncScheduler
+        return make(config, blocks, grammars, block_size=16, hash_block_size=16)
+
+
+def test_outcomes_are_read_right_from_the_books_of_vllm_s_asynchronous_scheduler(scheduler: Any) -> None:
+    assert scheduler.vllm_config.max_concurrent_batches - 1 == 1
+    engine, diary = VllmSchedule(scheduler), Diary()
+    engine.serve(Buffers(diary, engine.places, 1, engine.clock), 300)
+    check_diary(engine, diary)
+    assert len(engine.prompts) > 20
+
+
+class Group:
+    """One rank of a tensor-parallel group; what the first sends, all receive."""
+
+    world_size = 2
+    sent: ClassVar[list[Any]] = []
+
+    def __init__(self, rank: int) -> None:
+        self.rank_in_group = rank
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        assert src == 0
+        if self.rank_in_group == 0:
+            self.sent.append(value)
+        return self.sent[-1]
+
+
+def test_ranks_agree_on_the_budget_that_the_first_decides(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, book = Engine(1), Diary()
+    ranks = [Managed(module, policy, engine, monkeypatch) for policy in (book, Diary())]
+    step, depths = decoding(6), []
+    for ranked in ranks:
+        for name, slot in zip(step.names, step.slots, strict=True):
+            ranked.add(name, int(slot), 3)
+    for _ in range(20):
+        fresh = engine.rng.uniform(0.1, 1, (6, WIDTH)).astype(np.float32)
+        for rank, ranked in enumerate(ranks):
+            monkeypatch.setattr(module, "get_tp_group", lambda rank=rank: Group(rank))
+            depths.append(ranked.depths(step).tolist())
+            ranked.record(step, fresh)
+    assert depths[::2] == depths[1::2]
+    assert len(Group.sent) == 20
+    assert not ranks[1].manager.steering._flights  # only the first rank learns
+
+
+# ---- whether it can work --------------------------------------------------------------------------------
+
+
+def config(adaptive_verification: bool = True) -> Any:
+    """Of vLLM, as far as it matters here."""
+    speculative = SimpleNamespace(enable_adaptive_verification=adaptive_verification)
+    return SimpleNamespace(speculative_config=speculative, max_concurrent_batches=2)
+
+
+def test_installed_vllm_makes_the_steered_manager_and_is_still_known(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = module.AdaptiveVerificationManager
+    monkeypatch.setattr(module, "AdaptiveVerificationManager", stock)  # to be put back
+    managed = Managed(module, parse_policy("full"), Engine(1), monkeypatch)
+    for policy in (parse_policy("full"), parse_policy("off")):  # the later one holds
+        adaptive.install(policy, config())
+    for name in ("get_query_lens_mismatch_unsupported_backend", "get_varlen_cudagraph_unsupported_backend"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    made = module.maybe_create_adaptive_verification_manager(
+        enable_adaptive_verification=True,
+        attn_groups=[],
+        req_states=managed.states,
+        query_start_loc=managed.manager.query_start_loc,
+        num_bonus_tokens=1,
+        max_total_logits=100,
+        vllm_config=None,
+    )
+    assert type(made).__mro__[1] is stock
+    assert (made.steering.draft_length, made.steering.in_flight) == (WIDTH, 1)
+    made.cost_tables = managed.manager.cost_tables
+    made.prices = managed.manager.prices
+    managed.manager = made
+    step = decoding(6)
+    for name, slot in zip(step.names, step.slots, strict=True):
+        managed.add(name, int(slot), 3)
+    assert managed.depths(step).tolist() == [0] * 6
+    assert adaptive.differences(module) == []
+    with pytest.raises(InputError, match="this model samples 0 in a step"):
+        module.AdaptiveVerificationManager(managed.states, made.query_start_loc, 0, max_total_logits=100)
+
+
+@pytest.mark.parametrize(
+    ("policy", "configured", "message"),
+    [
+        ("full", config(False), '"enable_adaptive_verification": true'),
+        ("full", SimpleNamespace(speculative_config=None), '"enable_adaptive_verification": true'),
+        ("oracle", config(), "only a replay can run it"),
+    ],
+)
+def test_what_cannot_be_steered_is_refused(policy: str, configured: Any, message: str) -> None:
+    for function in (adaptive.check, adaptive.install):
+        with pytest.raises(InputError, match=message):
+            function(parse_policy(policy), configured)
+
+
+def test_a_missing_or_older_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    def older(name: str) -> Any:
+        return SimpleNamespace(__version__="0.27.1") if name == "vllm" else absent(name)
+
+    monkeypatch.setattr(adaptive.importlib, "import_module", absent)
+    with pytest.raises(InputError, match=r"vLLM is not installed: pip install 'dcut\[vllm\]'"):
+        adaptive.check(parse_policy("full"), config())
+    monkeypatch.setattr(adaptive.importlib, "import_module", older)
+    with pytest.raises(InputError, match=r"vLLM 0\.27\.1 has no adaptive verification: .* install that, or"):
+        adaptive.check(parse_policy("full"), config())
+
+
+def test_a_vllm_that_differs_is_refused_with_what_differs(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Later(module.AdaptiveVerificationManager):
+        def get_num_tokens(self, scheduled: Any) -> Any:
+            return self._batch_budget
+
+        compact_batch = None
+
+    later = SimpleNamespace(**{**vars(module), "AdaptiveVerificationManager": Later})
+    found = adaptive.differences(later)
+    assert "get_num_tokens(self, scheduled) instead of (self, num_tokens_per_req, draft_tokens)" in found
+    assert "no AdaptiveVerificationManager.compact_batch" in found
+    assert "no _stale_confidences in get_num_tokens" in found
+    assert adaptive.differences(SimpleNamespace()) == ["no AdaptiveVerificationManager"]
+    importing = adaptive.importlib.import_module
+    monkeypatch.setattr(
+        adaptive.importlib, "import_module", lambda name: later if "adaptive" in name else importing(name)
+    )
+    with pytest.raises(InputError, match=r"vLLM 0\.\S+ has get_num_tokens\(self, scheduled\) instead of"):
+        adaptive.check(parse_policy("full"), config())
