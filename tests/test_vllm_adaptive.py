@@ -82,6 +82,7 @@ def test_a_graph_pads_up_and_prompts_use_up_its_rows() -> None:
     assert set(SIZES) >= set(prices.decoding.verify_tokens[0][:9].astype(int))
     assert prices.decoding.seconds(8, 33) == prices.decoding.seconds(8, 48) > prices.decoding.seconds(8, 32)
     shared = prices.table(8, 9, 8 + 20, 8 * WIDTH, 8 * WIDTH)
+    assert shared.max_graph_tokens == 64 - 20
     assert shared.seconds(8, 13) == shared.seconds(8, 28) == prices.decoding.seconds(8, 48)
 
 
