@@ -37,9 +37,9 @@ test: lint test-vllm
 test-all: lint test-vllm
 	$(BIN)/python -m pytest
 
-# What has to meet vLLM itself; without it these tests skip.
+# What has to meet vLLM itself; without it these tests skip. Its numba is another: so is the cache.
 test-vllm: $(VLLM)/.stamp
-	$(VLLM)/bin/python -m pytest -m "not slow" tests/test_vllm_*.py tests/test_rivals.py
+	NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest -m "not slow" tests/test_vllm_*.py tests/test_rivals.py
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The policy beside vLLM without vLLM: what is decided, what a step's log says, and what is refused up front."""
+"""The policy beside vLLM, without vLLM: what is decided, what the log says, what is refused up front."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -230,6 +230,7 @@ def configuration(speculative: dict[str, Any] | None = None, **parallel: int) ->
         "use_local_argmax_reduction": False,
         "draft_sample_method": "greedy",
         "parallel_drafting": False,
+        "num_speculative_tokens": 7,
         "num_speculative_tokens_per_batch_size": None,
     }
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1}
@@ -250,6 +251,7 @@ def configuration(speculative: dict[str, Any] | None = None, **parallel: int) ->
         ("dcut", configuration({"use_local_argmax_reduction": True}), "set it to false"),
         ("dcut", configuration({"method": "eagle3", "draft_sample_method": "probabilistic"}), "a bias"),
         ("full", configuration({"num_speculative_tokens_per_batch_size": [(1, 4, 3)]}), "own policy"),
+        ("smartspec", configuration({"method": "ngram"}), "ngram is not profiled"),
         ("dcut", configuration({}, pipeline_parallel_size=2), "pipeline_parallel_size 2"),
         ("dcut", configuration({}, data_parallel_size=2), "one server a replica"),
     ],
@@ -260,6 +262,17 @@ def test_what_cannot_run_is_refused_in_one_line(policy: str, config: Any, says: 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("policy", ["dspark", "vllm-adaptive", "smartspec"])
+def test_a_policy_that_lacks_costs_is_refused_up_front_and_leaves_the_old_one_at_work(policy: str) -> None:
+    with pytest.raises(InputError, match="profile_s 0 measures none"):
+        check(Options(policy, profile_s=0), configuration({}))
+    check(Options(policy), configuration({}))
+    of = pruner("full")
+    with pytest.raises(InputError, match="cost table"):
+        of.policy = parse_policy(policy)
+    assert of.policy == parse_policy("full")
+
+
 @pytest.mark.parametrize(
     ("policy", "speculative"),
     [
@@ -267,6 +280,8 @@ def test_what_cannot_run_is_refused_in_one_line(policy: str, config: Any, says: 
         ("dcut", {"draft_sample_method": "probabilistic"}),  # of a block, whose draws bend nothing
         ("dcut-plus", {"method": "mtp"}),
         ("full", {"method": "ngram"}),
+        ("ema", {"method": "ngram"}),
+        ("dsd:1x7/16x3", {"method": "ngram"}),
         ("fixed:3", {"method": "eagle3", "draft_sample_method": "probabilistic"}),
     ],
 )

@@ -14,6 +14,7 @@ from dcut.errors import InputError
 from dcut.policies import parse_policy
 from dcut.protocol import BudgetPolicy, UniformPolicy
 from runtime.chooser import Chooser
+from runtime.vllm.pruner import rehearse
 
 CONFIDENT = ("dflash", "eagle", "eagle3", "mtp", "draft_model")
 """vLLM's speculative methods whose drafters give a probability for each draft."""
@@ -85,6 +86,14 @@ def check(options: Options, vllm_config: Any) -> None:
         )
     if not isinstance(policy, UniformPolicy):
         _check_confidences(options, speculative)
+    if not options.profile_s or method in UNSURE:
+        try:
+            rehearse(policy, speculative.num_speculative_tokens, None)
+        except InputError as error:
+            why = f"{method} is not profiled" if options.profile_s else "profile_s 0 measures none"
+            raise InputError(
+                f"dcut policy {options.policy!r} weighs measured step times, and {why}: choose another"
+            ) from error
     if speculative.num_speculative_tokens_per_batch_size is not None:
         raise InputError(
             "num_speculative_tokens_per_batch_size is vLLM's own policy: take it out, or unset DCUT_POLICY"
@@ -102,7 +111,7 @@ def _check_confidences(options: Options, speculative: Any) -> None:
     if method in UNSURE:
         raise InputError(
             f"{method} drafts come without confidences, which dcut policy {options.policy!r} needs: choose "
-            "off, full, fixed:K or another that verifies equally much of every request (dsd, ema, smartspec)"
+            "off, full, fixed:K, ema, or dsd with a table"
         )
     if speculative.use_local_argmax_reduction:
         raise InputError(

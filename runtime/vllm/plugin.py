@@ -134,14 +134,14 @@ def _starting(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
     """The last step of an EngineCore's start but for its queues: scheduler and workers are there."""
 
     @functools.wraps(initialize)
-    def start(core: Any) -> None:
+    def complete(core: Any) -> None:
         initialize(core)
         if core.vllm_config.parallel_config.worker_cls == WORKER:
-            from runtime.vllm.profiler import set_cost
+            from runtime.vllm.profiler import start
 
-            set_cost(core)
+            start(core)
 
-    return start
+    return complete
 
 
 def _one_line(usual: Callable[..., Any]) -> Callable[..., Any]:

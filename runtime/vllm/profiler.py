@@ -27,23 +27,20 @@ LARGEST = 128  # requests in a measured batch; beyond, the table's last slope go
 logger = init_logger("vllm.dcut")
 
 
-def set_cost(core: Any) -> None:
-    """Measure within the seconds that the options allow, or take from the cache, and tell every worker.
+def start(core: Any) -> None:
+    """Measure costs for as long as the options allow, or take them from the cache; then set the policy.
 
-    core: vLLM's EngineCore, whose scheduler and workers are there and idle.
+    core: vLLM's EngineCore, whose scheduler and workers are there and idle. Nothing is measured with n-grams,
+    which find no drafts in made-up prompts.
     """
-    config = core.vllm_config
-    options, speculative = Options.read(config.additional_config), config.speculative_config
-    if speculative.method in UNSURE:
-        return
-    if not options.profile_s:
-        core.model_executor.collective_rpc("dcut_warm_up")
-        return
-    profiling = Profiling(core)
-    found = cached(_about(config, profiling), lambda: profiling.profile(options.profile_s))
-    logger.info("dcut: %s", found)
-    core.model_executor.collective_rpc("dcut_policy", args=(options.policy,))
-    core.model_executor.collective_rpc("dcut_cost", args=(found.cost.to_dict(),))
+    config, tell = core.vllm_config, core.model_executor.collective_rpc
+    options = Options.read(config.additional_config)
+    if options.profile_s and config.speculative_config.method not in UNSURE:
+        profiling = Profiling(core)
+        found = cached(_about(config, profiling), lambda: profiling.profile(options.profile_s))
+        logger.info("dcut: %s", found)
+        tell("dcut_cost", args=(found.cost.to_dict(),))
+    tell("dcut_policy", args=(options.policy,))
 
 
 class Profiling:

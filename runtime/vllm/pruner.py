@@ -81,8 +81,8 @@ class Pruner:
     ) -> None:
         """draft_length: the most drafts that the drafter proposes. Raises InputError for an oracle."""
         self.draft_length, self.clock = draft_length, clock
-        self.policy = policy
         self.cost = cost
+        self.policy = policy
         self.collect: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
         """Where set: the latest drafts int64 and confidences float32, [drafts] each, by vLLM's request id."""
         self.proposal: Proposal | None = None
@@ -91,11 +91,15 @@ class Pruner:
 
     @property
     def policy(self) -> BudgetPolicy:
-        """What decides from the next proposal on; setting it makes it forget."""
+        """What decides from the next proposal on; setting it makes it forget.
+
+        Raises InputError, and keeps the old one, for an oracle and for one that lacks a cost table.
+        """
         return self.chooser.policy
 
     @policy.setter
     def policy(self, policy: BudgetPolicy) -> None:
+        rehearse(policy, self.draft_length, self.cost)
         self.chooser = Chooser(policy)
 
     @property
@@ -209,11 +213,6 @@ class Pruner:
             self.metrics.observe(step, self.policy.labels, self.draft_length)
             self.metrics.profile_drift.set(self.drift.ratio if self.drift else 1.0)
 
-    def warm_up(self) -> None:
-        """Have the policy's code compiled, so that no request waits for it."""
-        confidences = np.full((2, self.draft_length), 0.5, np.float32)
-        Chooser(self.policy).select(confidences, range(2), self.cost)
-
     def forget(self, request_id: str) -> None:
         """Drop a request that ended."""
         self.chooser.forget(request_id)
@@ -223,6 +222,13 @@ class Pruner:
         steps = list(self.steps)
         self.steps.clear()
         return steps
+
+
+def rehearse(policy: BudgetPolicy, draft_length: int, cost: CostTable | None) -> None:
+    """Ask a policy once, which compiles its code. Raises InputError where it could not run."""
+    chooser = Chooser(policy)
+    chooser.policy.draft_length(2, draft_length, cost)
+    chooser.select(np.full((2, draft_length), 0.5, np.float32), range(2), cost)
 
 
 def number(request_id: str) -> int:

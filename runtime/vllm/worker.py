@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from dcut.cost import CostTable
-from dcut.policies import parse_policy
+from dcut.policies import Full, parse_policy
 from runtime.engine import Step
 from runtime.metrics import StepMetrics
 from runtime.vllm import adaptive
@@ -66,9 +66,7 @@ class Worker(_Worker):
         if current_platform.is_cpu():
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         speculative = self.vllm_config.speculative_config
-        self.dcut = Pruner(
-            Options.read(self.vllm_config.additional_config).parsed, speculative.num_speculative_tokens
-        )
+        self.dcut = Pruner(Full(), speculative.num_speculative_tokens)  # until costs are known, see start
         if self.is_driver_worker and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             self.dcut.metrics = StepMetrics(None)
         self._method = speculative.method
@@ -88,17 +86,12 @@ class Worker(_Worker):
     # ---- what is asked from outside, on every rank ------------------------------------------------------
 
     def dcut_policy(self, spec: str) -> None:
-        """Change the policy, forgetting what the old one learnt. Raises InputError on an unknown one."""
+        """Change the policy, forgetting what the old one learnt. Raises InputError as Pruner.policy does."""
         self.dcut.policy = parse_policy(spec)
 
     def dcut_cost(self, cost: dict[str, Any]) -> None:
-        """Set what steps cost, from CostTable.to_dict, and compile the policy's code before it is needed."""
+        """Set what steps cost, from CostTable.to_dict."""
         self.dcut.cost = CostTable.from_dict(cost)
-        self.dcut.warm_up()
-
-    def dcut_warm_up(self) -> None:
-        """Compile the policy's code before it is needed."""
-        self.dcut.warm_up()
 
     def dcut_steps(self) -> list[Step]:
         """`Pruner.take_steps`; nothing on ranks other than the first."""
