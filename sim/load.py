@@ -54,8 +54,7 @@ def replay_load(load: Load, progress: bool = False) -> list[dict[str, Any]]:
     Raises InputError on what cannot be used, before the work wherever that can be known.
     """
     policies = parse_policies(load.policy)
-    trace = open_trace(load.trace, load.seed)
-    cost, limits = prices(load, trace), load.limits
+    (trace, cost), limits = priced(load), load.limits
     cost.check_batch_size(limits.max_num_seqs)
     if load.decision_lag is None:
         load = replace(load, decision_lag=int(limits.asynchronous))
@@ -117,27 +116,35 @@ def replay_load(load: Load, progress: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-def prices(load: Load, trace: Trace) -> CostTable:
-    """The cost table of a replay of traffic, with a price for prompts.
+def open_priced(name: str, cost_file: str | None, seed: int = 0) -> tuple[Trace, CostTable]:
+    """A trace and the cost table to replay it with: the file's, else its own; InputError without either."""
+    trace = open_trace(name, seed)
+    cost = CostTable.load(cost_file) if cost_file else trace.cost
+    if cost is None:
+        raise InputError(f"trace {name} has no cost table: give one with --cost FILE (.csv or .json)")
+    return trace, cost
+
+
+def priced(load: Load) -> tuple[Trace, CostTable]:
+    """The trace of a replay of traffic and its cost table, with a price for prompts.
 
     A table that holds none is given one: a prompt token costs what a verified row costs at the largest
     measured batch, since both are rows of one pass that computing, not memory, holds up. That is an
     assumption; attention among a long prompt's tokens comes on top in truth, and is left out.
     """
-    cost = CostTable.load(load.cost) if load.cost else trace.cost
-    if cost is None:
-        raise InputError(f"trace {load.trace} has no cost table: give one with --cost FILE (.csv or .json)")
+    trace, cost = open_priced(load.trace, load.cost, load.seed)
     if cost.batch_sizes is None or cost.prefill_token_s:
-        return cost
+        return trace, cost
     tokens, seconds = cost.verify_tokens[-1], cost.verify_s[-1]
     if tokens[-1] == tokens[0]:
         raise InputError("the cost table prices no prompts: add prefill_token_s to it (.json)")
-    return replace(cost, prefill_token_s=float(max(0.0, seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0])))
+    token_s = float(max(0.0, seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
+    return trace, replace(cost, prefill_token_s=token_s)
 
 
 def largest_batch(load: Load) -> int:
     """The most requests at once: vLLM's default, as far as the cost table was measured."""
-    cost = prices(load, open_trace(load.trace, load.seed))
+    _, cost = priced(load)
     tops = [int(points[-1, 0]) for points in (cost.draft, cost.plain) if len(points)]
     if cost.batch_sizes is not None:
         tops.append(int(cost.batch_sizes[-1]))

@@ -20,7 +20,6 @@ from sim.arrivals import request_order, whole_number
 from sim.engine import Engine
 from sim.regret import Regrets, regret_table
 from traces.schema import Trace
-from traces.store import open_trace
 
 MOST_REQUESTS = 10_000_000
 """Requests of a run, which are all in memory, in about 1 GB."""
@@ -50,10 +49,7 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
     seed. Raises InputError on what cannot be used, before the work wherever that can be known.
     """
     policies = parse_policies(config.policy)
-    trace = open_trace(config.trace, config.seed)
-    cost = CostTable.load(config.cost) if config.cost else trace.cost
-    if cost is None:
-        raise InputError(f"trace {config.trace} has no cost table: give one with --cost FILE (.csv or .json)")
+    trace, cost = load.open_priced(config.trace, config.cost, config.seed)
     batch_sizes = checked_batch_sizes(cost, config.batch_sizes, config.requests)
     for batch_size in batch_sizes:
         if (num_requests := config.requests or default_requests(trace, batch_size)) > MOST_REQUESTS:

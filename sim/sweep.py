@@ -27,7 +27,7 @@ from dcut.policies import parse_policies, parse_policy
 from sim import arrivals, load, results
 from sim.arrivals import open_traffic, request_order, whole_number
 from sim.engine import Engine
-from sim.load import Load, prices, replay_load
+from sim.load import Load, open_priced, priced, replay_load
 from sim.replay import checked_batch_sizes, default_requests, parse_batch_sizes
 from traces.schema import Trace
 from traces.store import open_trace
@@ -140,10 +140,7 @@ def sweep(config: Config, progress: bool = False) -> list[dict[str, Any]]:
 
 def _steady(config: Config) -> list[Cell]:
     """The batch sizes, each as a cell of plain decoding."""
-    trace = open_trace(config.trace)
-    cost = CostTable.load(config.cost) if config.cost else trace.cost
-    if cost is None:
-        raise InputError(f"trace {config.trace} has no cost table: give one with --cost FILE (.csv or .json)")
+    _, cost = open_priced(config.trace, config.cost)
     batch_sizes = checked_batch_sizes(cost, config.batch_sizes, config.requests)
     return [Steady(config.trace, cost, config.requests, "off", size, 0) for size in batch_sizes]
 
@@ -152,8 +149,8 @@ def _traffic(config: Config) -> list[Cell]:
     """The rates, each as a cell of plain decoding."""
     assert config.load is not None
     base = replace(config.load, trace=config.trace, cost=config.cost, policy="off", out=None, timeline=None)
-    trace = open_trace(base.trace)
-    prices(base, trace).check_batch_size(base.limits.max_num_seqs)
+    trace, cost = priced(base)
+    cost.check_batch_size(base.limits.max_num_seqs)
     cells = [replace(base, rate=rate) for rate in config.rates]
     for cell in cells:
         open_traffic(trace, cell.arrivals, cell.rate, cell.rate_scale, cell.lengths, cell.limit)
@@ -235,18 +232,17 @@ def _by_ray(
 
 def _about(config: Config, grid: Sequence[Cell]) -> dict[str, Any]:
     """What every cell of a results directory shares."""
-    trace = open_trace(config.trace)
+    first = grid[0]
+    if isinstance(first, Steady):
+        trace, cost, rest = open_trace(config.trace), first.cost, {"requests": config.requests}
+    else:
+        (trace, cost), rest = priced(first), asdict(first)
+        for name in ("trace", "cost", "policy", "rate", "seed", "out", "timeline"):
+            del rest[name]
     arrays = trace.arrays
     drafts = hashlib.sha256(arrays.confidences.tobytes())
     for part in (arrays.num_accepted, arrays.prompt_tokens, arrays.output_tokens):
         drafts.update(part.tobytes())
-    first = grid[0]
-    if isinstance(first, Steady):
-        cost, rest = first.cost, {"requests": config.requests}
-    else:
-        cost, rest = prices(first, trace), asdict(first)
-        for name in ("trace", "cost", "policy", "rate", "seed", "out", "timeline"):
-            del rest[name]
     prices_of = hashlib.sha256(json.dumps(cost.to_dict()).encode())
     return {"kind": "sweep", "trace": drafts.hexdigest(), "cost": prices_of.hexdigest(), **rest}
 
