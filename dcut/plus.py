@@ -304,7 +304,8 @@ class Plus(BudgetPolicy):
         cost: CostTable | None,
         context_tokens: float | None = None,
     ) -> Selection:
-        return self._choose(confidences, stale, cost, context_tokens)
+        blind = self.sees == "confidences"
+        return self._choose(confidences, stale if blind else None, cost, context_tokens)
 
     def _choose(
         self,
@@ -420,15 +421,6 @@ class OracleSurvival(Plus):
     chance. Only for traces that hold them."""
 
     sees: ClassVar[Sees] = "accept_probs"
-
-    def select_lagged(
-        self,
-        confidences: np.ndarray,
-        stale: np.ndarray,
-        cost: CostTable | None,
-        context_tokens: float | None = None,
-    ) -> Selection:
-        return self.select(confidences, cost, context_tokens)
 
     def _learn(self, keep_depth: np.ndarray, num_accepted: np.ndarray) -> None:
         """There is nothing to learn about what is true."""

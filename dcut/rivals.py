@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -164,6 +164,26 @@ class Tetris(BudgetPolicy):
         return keep_best(confidences, min(round(self.capacity * len(confidences)), confidences.size))
 
 
+def _budget(
+    confidences: np.ndarray,
+    cost: CostTable,
+    context_tokens: float | None,
+    min_gain: float,
+    pick: Callable[[np.ndarray], Any],
+) -> int:
+    """The number of drafts that `pick` takes by tokens per second, its argument; 0 where it does not pay."""
+    batch, drafts = confidences.shape
+    seconds = seconds_at(cost, batch, drafts, context_tokens)
+    tokens = expected_tokens(confidences)
+    best = int(pick(tokens / seconds))
+    return best if pays(tokens[best], seconds[best], cost, batch, context_tokens, min_gain) else 0
+
+
+def _first_peak(rates: np.ndarray) -> int:
+    falls = rates[1:] <= rates[:-1]
+    return int(np.argmax(falls)) if falls.any() else len(falls)
+
+
 @dataclass(frozen=True, slots=True)
 class DSpark(BudgetPolicy):
     """Admit the batch's drafts from the likeliest down while tokens per second rise; stop when they do not.
@@ -186,16 +206,8 @@ class DSpark(BudgetPolicy):
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
     ) -> Selection:
-        batch, drafts = confidences.shape
         cost = _profiled(cost, "dspark")
-        seconds = seconds_at(cost, batch, drafts, context_tokens)
-        tokens = expected_tokens(confidences)
-        rate = tokens / seconds
-        falls = rate[1:] <= rate[:-1]
-        budget = int(np.argmax(falls)) if falls.any() else len(falls)
-        if not pays(tokens[budget], seconds[budget], cost, batch, context_tokens, self.min_gain):
-            budget = 0
-        return keep_best(confidences, budget)
+        return keep_best(confidences, _budget(confidences, cost, context_tokens, self.min_gain, _first_peak))
 
 
 @dataclass
@@ -232,12 +244,8 @@ class VllmAdaptive(BudgetPolicy):
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
     ) -> int:
         """Drafts of the whole batch to verify, by confidences [batch, drafts] as they come."""
-        batch, drafts = confidences.shape
         cost = _profiled(cost, "vllm-adaptive")
-        seconds = seconds_at(cost, batch, drafts, context_tokens)
-        tokens = expected_tokens(confidences)
-        best = int(np.argmax(tokens / seconds))
-        return best if pays(tokens[best], seconds[best], cost, batch, context_tokens, self.min_gain) else 0
+        return _budget(confidences, cost, context_tokens, self.min_gain, np.argmax)
 
     def select(
         self, confidences: np.ndarray, cost: CostTable | None, context_tokens: float | None = None
