@@ -25,6 +25,7 @@ class Config:
     dtype: str | None = None  # None: float32 on a CPU, bfloat16 elsewhere
     cpu_time: bool = False
     profile_s: float = 30.0
+    engine: str = "torch"  # or vllm
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "max_tokens", "requests"):
@@ -42,6 +43,9 @@ def main() -> None:
         prog="python -m dcut.record", description="Record a real run of a target and a drafter as a trace."
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="where the trace goes")
+    parser.add_argument(
+        "--engine", choices=("torch", "vllm"), default=default.engine, help="our own, or vLLM's (%(default)s)"
+    )
     parser.add_argument("--target", metavar="DIR", help="Hugging Face directory (the built-in target)")
     parser.add_argument(
         "--drafter", metavar="DIR", help="Hugging Face directory, or ngram (the built-in DFlash-16)"
@@ -70,11 +74,15 @@ def main() -> None:
     config = Config(**vars(parser.parse_args()))
     try:
         from runtime.recorder import record, summary
+
+        if config.engine == "vllm":
+            from runtime.vllm.recorder import record
     except ModuleNotFoundError as error:
         if str(error.name).startswith("runtime"):  # this folder's own runtime/ came first
             raise InputError("run it as a module: python -m dcut.record") from error
+        extra = "vllm" if error.name == "vllm" else "runtime"
         raise InputError(
-            f"recording needs {error.name}: install the runtime extra, pip install -e '.[runtime]'"
+            f"recording needs {error.name}: install the {extra} extra, pip install -e '.[{extra}]'"
         ) from error
     print(summary(record(config, progress=True), config.out))
 

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -101,6 +101,46 @@ class Step(NamedTuple):
     num_accepted: np.ndarray  # int64 [batch], at most keep_depth; the end of an output may cut it short
     num_emitted: int  # tokens that decoding emitted; the prefill's come on top
     emissions: list[Emission]  # first tokens of the admitted, then one entry a request of the batch
+
+
+class LiveEngine(Protocol):
+    """What serves requests step by step; all of it is used by one thread, the one that built it."""
+
+    max_batch_size: int
+
+    @property
+    def cost(self) -> CostTable | None:
+        """What the policy prices steps by."""
+        ...
+
+    @property
+    def policy(self) -> BudgetPolicy:
+        """May be set between steps."""
+        ...
+
+    @policy.setter
+    def policy(self, policy: BudgetPolicy) -> None: ...
+
+    @property
+    def draft_length(self) -> int: ...
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its output at most."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        ...
+
+    def add(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: int) -> None:
+        """Free the request's place by the next step; unknown and ended ones are ignored."""
+        ...
+
+    def step(self) -> Step | None: ...
 
 
 class Engine:

@@ -21,7 +21,7 @@ from dcut.errors import InputError
 from dcut.policies import Full, Off
 from dcut.record import Config
 from runtime.drafter import Drafter, Seen, open_drafter
-from runtime.engine import Engine, Request, Step
+from runtime.engine import Engine, LiveEngine, Request, Step
 from runtime.kv_cache import Rows
 from runtime.models import CausalLM
 from runtime.pair import weights
@@ -491,7 +491,7 @@ def settle() -> None:
 
 
 def run_closed(
-    engine: Engine,
+    engine: LiveEngine,
     asked: Sequence[tuple[Request, str | None]],
     log: Log,
     drift: Drift | None = None,

@@ -12,51 +12,14 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
-from dcut.cost import CostTable
 from dcut.errors import InputError
 from dcut.policies import BudgetPolicy, parse_policy
-from runtime.engine import Emission, Request, Step
+from runtime.engine import Emission, LiveEngine, Request
 from runtime.metrics import Metrics
 from runtime.profiler import Drift
 from runtime.recorder import Recorder
-
-
-class Engine(Protocol):
-    """What the service needs of an engine; all of it is used by one thread, the one that built it."""
-
-    cost: CostTable | None
-    max_batch_size: int
-
-    @property
-    def policy(self) -> BudgetPolicy:
-        """May be set between steps."""
-        ...
-
-    @policy.setter
-    def policy(self, policy: BudgetPolicy) -> None: ...
-
-    @property
-    def draft_length(self) -> int: ...
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of a prompt and its output at most."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether `step` has anything to do."""
-        ...
-
-    def add(self, request: Request) -> None: ...
-
-    def cancel(self, request_id: int) -> None:
-        """Free the request's place by the next step; unknown and ended ones are ignored."""
-        ...
-
-    def step(self) -> Step | None: ...
 
 
 class Refused(Exception):
@@ -86,7 +49,7 @@ class Ticket:
         return emission.tokens, emission.finish_reason
 
 
-Command = Callable[[Engine], None]
+Command = Callable[[LiveEngine], None]
 MOST_BACKLOG = 512  # served requests whose dense pass waits until the engine is idle
 WRITTEN_AT_ONCE = 32  # served requests until an idle engine writes the trace anew
 State = Literal["starting", "ready", "closing", "closed"]
@@ -99,7 +62,7 @@ class Service:
     """
 
     def __init__(
-        self, build: Callable[[], tuple[Engine, Recorder | None]], policy: str, max_waiting: int
+        self, build: Callable[[], tuple[LiveEngine, Recorder | None]], policy: str, max_waiting: int
     ) -> None:
         """build: makes the engine, with `policy`, and what records it, in the thread that then owns both.
 
@@ -220,7 +183,7 @@ class Service:
     def _set_state(self, state: State) -> None:
         self.state = state
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, engine: LiveEngine) -> None:
         drift, warned = None if engine.cost is None else Drift(engine.cost), False
         while engine.busy or self.state == "ready":
             recording = self._recorder is not None and self._record(self._recorder, engine.busy)
@@ -257,12 +220,12 @@ class Service:
             while True:
                 yield self._inbox.get_nowait()
 
-    def _add(self, engine: Engine, request: Request) -> None:
+    def _add(self, engine: LiveEngine, request: Request) -> None:
         if self._recorder is not None:
             self._recorder.expect(request)
         engine.add(request)
 
-    def _drop(self, engine: Engine, request_id: int, reason: str) -> None:
+    def _drop(self, engine: LiveEngine, request_id: int, reason: str) -> None:
         engine.cancel(request_id)
         if self._recorder is not None:
             self._recorder.end(request_id, "stop" if reason == "stop" else "cut")

@@ -17,10 +17,16 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from dcut.cost import CostTable
+from dcut.errors import InputError
 from dcut.policies import BudgetPolicy
 from runtime.engine import Request, Step
+from runtime.models import read_config
+from runtime.profiler import Profile
+from runtime.vllm.profiler import Profiling
 from runtime.vllm.pruner import Pruner
 from runtime.vllm.speculation import speculation
+
+ROOM = 1024  # tokens that a context may have at least, where the target allows it: profiles want some
 
 
 class Session:
@@ -49,15 +55,23 @@ class Session:
         self.max_batch_size, self.max_context = max_batch_size, max_context
         spec = speculation(drafter)
         self.draft_length: int = spec["num_speculative_tokens"]
+        needed = max_context + self.draft_length + 1
+        longest = read_config(Path(target))["max_position_embeddings"]
+        if needed > longest:
+            raise InputError(
+                f"{max_context} tokens of a prompt and its output and {self.draft_length + 1} drafts "
+                f"are more than the {longest} that the target takes"
+            )
         on_cpu = current_platform.is_cpu()
         args = EngineArgs(
             model=str(target),
             dtype=dtype or ("float32" if on_cpu else "bfloat16"),
             max_num_seqs=max(num_seqs or 0, max_batch_size),
-            max_model_len=max_context + self.draft_length + 1,
+            max_model_len=min(max(needed, ROOM), longest),
             enforce_eager=on_cpu,
+            enable_prefix_caching=False,  # a step costs what its prompts cost, as in a replay
             speculative_config=spec,
-            additional_config={"dcut": {"policy": "full"}},
+            additional_config={"dcut": {"policy": "full", "profile_s": 0}},
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=seed,
@@ -106,6 +120,12 @@ class Session:
         """Whether `step` has anything to do."""
         return bool(self.waiting or self.names)
 
+    def profile(self, budget_s: float) -> Profile:
+        """Measure what steps cost, by the session's clock, and let the policy price them by that."""
+        before, measured = self.policy, Profiling(self.engine.engine_core.engine_core).profile(budget_s)
+        self.policy, self.cost = before, measured.cost
+        return measured
+
     def add(self, request: Request, only: int | None = None) -> None:
         """Queue a request. only: a token that every position of its output must be."""
         self.waiting.append((request, only))
@@ -115,6 +135,12 @@ class Session:
         self.waiting = deque(r for r in self.waiting if r[0].request_id != request_id)
         if name := self.names.pop(request_id, None):
             self.engine.abort_request([name], internal=True)
+
+    def clear(self) -> None:
+        """Cancel whatever waits or runs."""
+        self.waiting.clear()
+        for request_id in list(self.names):
+            self.cancel(request_id)
 
     def step(self) -> Step | None:
         """Run the engine until a step of ours is complete; None where nothing waits or runs."""
