@@ -255,10 +255,11 @@ def depths(positions: pl.DataFrame, palette: Mapping[str, str], width: int) -> C
     )
 
 
-def errors(cells: pl.DataFrame, title: str, form: str) -> Chart:
+def errors(cells: pl.DataFrame, title: str, form: str, truth: str = "published") -> Chart:
     """Predicted against published, a cell each: name, batch_size, predicted, published, error, text, detail.
 
     error: what colors the cell, between -0.1 (blue) and 0.1 (orange); text and detail are written into it.
+    truth: what to call the published values.
     """
     names = list(dict.fromkeys(cells["name"]))
     base = alt.Chart(cells).encode(
@@ -268,7 +269,7 @@ def errors(cells: pl.DataFrame, title: str, form: str) -> Chart:
             alt.Tooltip("name:N", title="policy"),
             alt.Tooltip("batch_size:O", title="batch size"),
             alt.Tooltip("predicted:Q", format=form),
-            alt.Tooltip("published:Q", format=form),
+            alt.Tooltip("published:Q", title=truth, format=form),
             alt.Tooltip("text:N", title="difference"),
         ],
     )
@@ -280,6 +281,60 @@ def errors(cells: pl.DataFrame, title: str, form: str) -> Chart:
         base.mark_text(dy=-7, fontWeight=600, color=ON_PALE).encode(text="text:N"),
         base.mark_text(dy=9, fontSize=10.5, color=ON_PALE).encode(text="detail:N"),
     ).properties(width=alt.Step(86), height=alt.Step(44))
+
+
+def spans(times: pl.DataFrame, palette: Mapping[str, str], width: int) -> Chart:
+    """How long most take, a row a name: panel, name, p50, p90, p99; each panel has an axis of its own."""
+    names, panels = list(palette), list(dict.fromkeys(times["panel"]))
+    drawn = []
+    for at, panel in enumerate(panels):
+        part = times.filter(panel=panel)
+        most = max(part["p99"]) * 1.06
+        rows = alt.Axis(title=None, labelColor=INK, grid=True) if at == 0 else None
+        base = alt.Chart(part).encode(
+            y=alt.Y("name:N", sort=names, axis=rows),
+            color=alt.Color("name:N", scale=_scale(palette), legend=None),
+            tooltip=["name:N", *(alt.Tooltip(f"{q}:Q", format=".3g") for q in ("p50", "p90", "p99"))],
+        )
+
+        def at_share(mark: alt.Chart, share: str, title: str = panel, top: float = most) -> alt.Chart:
+            x = alt.X(f"{share}:Q", title=title, scale=_exact(0, top), axis=alt.Axis(grid=True, tickCount=4))
+            return mark.encode(x=x)
+
+        layers = [
+            at_share(base.mark_rule(strokeDash=[1, 0], strokeWidth=2), "p50").encode(x2="p99:Q"),
+            at_share(base.mark_tick(thickness=2, size=12), "p90"),
+            at_share(base.mark_point(), "p50"),
+            at_share(base.mark_point(filled=False, strokeWidth=1.6), "p99"),
+        ]
+        size = {"width": _panel_width(len(panels), width - 110), "height": alt.Step(30)}
+        drawn.append(alt.layer(*layers).properties(**size))
+    return alt.hconcat(*drawn)
+
+
+def bars(amounts: pl.DataFrame, palette: Mapping[str, str], title: str) -> Chart:
+    """A bar a name, its part solid, and a word behind it: name, whole, part, text."""
+    base = alt.Chart(amounts).encode(
+        y=alt.Y("name:N", sort=list(palette), axis=alt.Axis(title=None, labelColor=INK)),
+        color=alt.Color("name:N", scale=_scale(palette), legend=None),
+        tooltip=[
+            "name:N",
+            *(alt.Tooltip(f"{part}:Q", format=",.0f") for part in ("whole", "part")),
+            "text:N",
+        ],
+    )
+    top = max(amounts["whole"]) * 1.2
+
+    def along(column: str) -> alt.X:
+        return alt.X(
+            f"{column}:Q", title=title, scale=_exact(0, top), axis=alt.Axis(format=",.0f", tickCount=5)
+        )
+
+    return alt.layer(
+        base.mark_bar(opacity=0.3).encode(x=along("whole")),
+        base.mark_bar().encode(x=along("part")),
+        base.mark_text(align="left", dx=6).encode(x=along("whole"), text="text:N", color=alt.value(INK)),
+    ).properties(width=WIDTH - 60, height=alt.Step(30))
 
 
 def beside(charts: Mapping[str, Any]) -> Chart:

@@ -1,10 +1,11 @@
 """The figures of a report and the sentences above them: every number in a title comes from the data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from analysis import charts
@@ -22,6 +23,7 @@ from analysis.results import (
 )
 from dcut.errors import InputError
 from dcut.policies import POLICIES
+from sim.validate import Comparison
 from traces.schema import Trace
 from traces.store import open_trace
 
@@ -29,6 +31,7 @@ THROUGHPUT = Axis("throughput (tokens/s)")
 FACTOR = Axis("throughput / plain decoding", ".1f")
 FITTED = ("AR", "DFlash-B16")  # published rows that the built-in trace was fitted to
 _DIAMONDS = "Hollow diamonds: the published figures."
+_DIFFERENCE, _TOO = "The difference, and below it", "Blue: predicted too low; orange: too high."
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Figure:
     note: str  # what is drawn, or what is missing
     chart: Any = None  # an Altair chart
     wide: bool = False
+    rows: Sequence[dict[str, Any]] = ()  # of the table below it
 
 
 def share(value: float, digits: int = 0) -> str:
@@ -59,6 +63,11 @@ def several(items: Sequence[Any]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+_NO_RUNS = pl.DataFrame(
+    schema=dict.fromkeys(("source", "policy", "trace", "cost"), pl.String) | {"batch_size": pl.Int64}
+)
+
+
 def is_real(policy: str) -> bool:
     """Whether a policy could be served; an oracle sees what no server can know."""
     kind = POLICIES.get(policy.partition(":")[0])
@@ -66,15 +75,23 @@ def is_real(policy: str) -> bool:
 
 
 class Story:
-    """What the figures are made from: all runs, and those of the first source by policy and batch size."""
+    """What the figures are made from: all runs, and those of the first source by policy and batch size.
 
-    def __init__(self, results: Sequence[Results]) -> None:
-        self.results = results
-        self.runs = pl.concat([result.runs for result in results], how="diagonal_relaxed")
-        self.sources = [result.source for result in results]
-        self.first = {(r["policy"], r["batch_size"]): r for r in results[0].runs.iter_rows(named=True)}
+    Live runs beside their replays, and runs under traffic, have figures of their own: LIVE and UNDER_TRAFFIC.
+    """
+
+    def __init__(self, results: Sequence[Results], live: Sequence[Comparison] = ()) -> None:
+        self.results = [result for result in results if not result.under_traffic]
+        self.traffic = [result for result in results if result.under_traffic]
+        self.live = sorted(live, key=lambda c: (charts.policy_order(c.policy), c.batch_size))
+        steady = [result.runs for result in self.results]
+        self.runs = pl.concat(steady or [_NO_RUNS], how="diagonal_relaxed")
+        self.sources = [result.source for result in self.results]
+        self.first = {(r["policy"], r["batch_size"]): r for frame in steady[:1] for r in frame.to_dicts()}
         self.batch_sizes = sorted({batch for _, batch in self.first})
-        self.palette = charts.colors(self.runs["policy"].to_list())
+        elsewhere = [policy for result in self.traffic for policy in result.runs["policy"]]
+        named = [*self.runs["policy"], *elsewhere, *(c.policy for c in self.live)]
+        self.palette = charts.colors(named)
         self.against = against_published(self.runs)
         self.dcut = next((p for p in self.palette if p.partition(":")[0] == "dcut" and self.of(p)), None)
         self._traces: dict[str, Trace | str] = {}
@@ -299,13 +316,57 @@ def full_cost(curve: pl.DataFrame) -> str:
     )
 
 
+def fidelity(story: Story) -> str | None:
+    """How far replayed throughput is from the live one."""
+    if not story.live:
+        return None
+    errors = [abs(c.error) for c in story.live]
+    worst = max(story.live, key=lambda c: abs(c.error))
+    text = f"Predicted throughput is {share(float(np.median(errors)), 1)} off the measured on the median"
+    return (
+        f"{text} of {counted(len(errors), 'live run')}, {share(max(errors), 1)} at worst "
+        f"({worst.policy} at batch {worst.batch_size})"
+    )
+
+
+def same_choices(story: Story) -> str:
+    """How many tokens and decisions of live runs their replays repeat."""
+    tokens, decisions = (
+        np.sum([(getattr(c, f"num_equal_{what}"), getattr(c, f"num_{what}")) for c in story.live], axis=0)
+        for what in ("tokens", "decisions")
+    )
+    return (
+        f"A replay repeats {share(tokens[0] / tokens[1], 2)} of {tokens[1]:,} tokens and "
+        f"{share(decisions[0] / decisions[1], 2)} of {decisions[1]:,} decisions of the live runs"
+    )
+
+
+def waiting(story: Story) -> str | None:
+    """Under which policy requests under traffic are served soonest, and latest."""
+    if not story.traffic:
+        return None
+    runs = story.traffic[0].runs.filter(pl.col("policy").map_elements(is_real, return_dtype=pl.Boolean))
+    ranked = runs.drop_nulls("e2e_s_p50").sort("e2e_s_p50", maintain_order=True)
+    if not len(ranked):
+        return None
+    (best, soonest), (worst, latest) = (
+        ranked.select("policy", "e2e_s_p50").row(0),
+        ranked.select("policy", "e2e_s_p50").row(-1),
+    )
+    text = f"Under traffic a request takes {soonest:.3g} s from end to end under {best}"
+    return text + (f", {latest:.3g} s under {worst}, on the median" if len(ranked) > 1 else ", on the median")
+
+
 def headlines(story: Story) -> list[str]:
     """The sentences at the top of the page; each stands only if the data say something about it."""
-    found = [fastest(story), full_against_off(story), dcut_gain(story), waste(story)]
-    for name in story.traces[:1]:
-        if isinstance(trace := story.trace(name), Trace):
-            found.append(retention(allocation(trace)))
-    found += [published_error(story), agreement(story)]
+    found = [fidelity(story)]
+    if story.results:
+        found += [fastest(story), full_against_off(story), dcut_gain(story), waste(story)]
+        for name in story.traces[:1]:
+            if isinstance(trace := story.trace(name), Trace):
+                found.append(retention(allocation(trace)))
+        found += [published_error(story), agreement(story)]
+    found.append(waiting(story))
     return [sentence for sentence in found if sentence]
 
 
@@ -313,6 +374,36 @@ def headlines(story: Story) -> list[str]:
 # A new one is a function from the story to a Figure, listed in FIGURES; its sections stay together there.
 
 CHOICE, REASON, TRUST = "Which policy", "Why", "How far to trust it"
+MEASURED, TRAFFIC = "Predicted beside measured", "Under traffic"
+
+
+def predicted(story: Story) -> Figure:
+    points = pl.DataFrame([{"name": c.policy, "x": c.batch_size, "value": c.replay_tps} for c in story.live])
+    measured = points.with_columns(value=pl.Series([c.live_tps for c in story.live]))
+    palette = {name: color for name, color in story.palette.items() if name in points["name"]}
+    chart = charts.lines(points, palette, BATCH, THROUGHPUT, measured)
+    note = (
+        "Lines: a replay of the recording with the costs measured at start-up. Hollow diamonds: the same "
+        "requests served live."
+    )
+    return Figure("predicted", MEASURED, str(fidelity(story)), note, chart)
+
+
+def differences(story: Story) -> Figure:
+    rows = [
+        {
+            "name": c.policy,
+            "batch_size": c.batch_size,
+            "predicted": c.replay_tps,
+            "published": c.live_tps,
+            "error": c.error,
+        }
+        for c in story.live[::-1]
+    ]
+    cells = _cells(pl.DataFrame(rows), "{:+z.1%}", "{:,.0f}")
+    chart = charts.errors(cells, "throughput, difference", ",.0f", "measured")
+    note = f"{_DIFFERENCE} predicted / measured tokens a second. {_TOO}"
+    return Figure("differences", MEASURED, same_choices(story), note, chart)
 
 
 def throughput(story: Story) -> Figure:
@@ -566,7 +657,7 @@ def prediction(story: Story) -> Figure:
     if len(keep):
         below = charts.errors(_cells(keep, "{:+z.3f}", "{:.3f}"), "keep ratio, difference", ".3f")
         chart = charts.below(chart, below)
-    note = "The difference, and below it predicted / published. Blue: predicted too low; orange: too high."
+    note = f"{_DIFFERENCE} predicted / published. {_TOO}"
     return Figure("published", TRUST, title, note, chart)
 
 
@@ -626,6 +717,94 @@ def _rank(story: Story) -> pl.Expr:
     return pl.col("policy").replace_strict(list(story.palette), list(range(len(story.palette))))
 
 
+def latencies(story: Story) -> Figure:
+    labels, palette = _served(story)
+    names = {
+        "ttft_s": "time to first token (s)",
+        "tpot_s": "time per output token (s)",
+        "e2e_s": "end to end (s)",
+    }
+    spans = [
+        {"panel": title, "name": label, **{q: run[f"{name}_{q}"] for q in ("p50", "p90", "p99")}}
+        for name, title in names.items()
+        for label, run in labels.items()
+        if run[f"{name}_p50"] is not None
+    ]
+    note = (
+        "Filled: half of the requests are served within; tick: 90 %; hollow: 99 %. From arrival to the first "
+        "token, between output tokens after it, and from arrival to the last."
+    )
+    chart = charts.spans(pl.DataFrame(spans), palette, charts.WIDE)
+    return Figure(
+        "latencies", TRAFFIC, waiting(story) or "Latencies", note, chart, True, _traffic_rows(labels)
+    )
+
+
+def goodput(story: Story) -> Figure:
+    labels, palette = _served(story)
+    bars = [
+        {
+            "name": label,
+            "whole": run["throughput_tps"],
+            "part": run["token_goodput_tps"],
+            "text": share(run["kept_share"], 1),
+        }
+        for label, run in labels.items()
+    ]
+    slo = story.traffic[0].meta.get("slo") or {}
+    promised = [f"{name.upper()} within {value:g} s" for name, value in slo.items() if value is not None]
+    best = max(bars, key=lambda bar: bar["part"])
+    if promised:
+        title = (
+            f"{best['name']} brings {best['part']:,.0f} tokens a second to the {best['text']} of requests "
+        )
+        title += "that it serves as promised"
+        note = f"Solid, and behind the bar as a share of requests: those served with {several(promised)}."
+    else:
+        title = f"{best['name']} brings {best['part']:,.0f} tokens a second under traffic"
+        note = "From the first arrival to the last token. Nothing was promised (--slo)."
+    return Figure("goodput", TRAFFIC, title, note, charts.bars(pl.DataFrame(bars), palette, "tokens/s"))
+
+
+def _served(story: Story) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The runs under traffic by the name that each has in a chart, and its color."""
+    labels: dict[str, dict[str, Any]] = {}
+    for result in story.traffic:
+        for run in result.runs.iter_rows(named=True):
+            label = run["policy"] if len(story.traffic) == 1 else f"{run['policy']} ({result.source})"
+            labels[label] = run
+    order = [*story.palette]
+    labels = dict(sorted(labels.items(), key=lambda item: order.index(item[1]["policy"])))
+    return labels, {label: story.palette[run["policy"]] for label, run in labels.items()}
+
+
+def _traffic_rows(labels: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    def pair(run: dict[str, Any], name: str, unit: float = 1.0) -> str:
+        low, high = run[f"{name}_p50"], run[f"{name}_p99"]
+        return "–" if low is None else f"{low * unit:.3g} / {high * unit:.3g}"
+
+    return [
+        {
+            "policy": label,
+            "seats": run["batch_size"],
+            "tokens/s": f"{run['throughput_tps']:,.0f}",
+            "goodput": f"{run['token_goodput_tps']:,.0f}",
+            "kept": share(run["kept_share"], 1),
+            "TTFT, s": pair(run, "ttft_s"),
+            "TPOT, ms": pair(run, "tpot_s", 1e3),
+            "end to end, s": pair(run, "e2e_s"),
+            "keep ratio": f"{run['keep_ratio']:.3f}",
+            "acceptance length": f"{run['mean_acceptance_length']:.2f}",
+            "running": f"{run['num_running_mean']:.1f}",
+            "waiting": f"{run['num_waiting_mean']:.1f}",
+            "evicted": run["num_preempted"],
+        }
+        for label, run in labels.items()
+    ]
+
+
+LIVE = (predicted, differences)
+UNDER_TRAFFIC = (latencies, goodput)
 FIGURES = (
     throughput,
     speedup,

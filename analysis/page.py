@@ -38,10 +38,11 @@ def html(
     headlines: Sequence[str],
     figures: Sequence[Figure],
     runs: Sequence[dict[str, Any]],
+    policies: Sequence[str],
 ) -> str:
     """The whole page. Figures without a chart become a line that says what would bring them.
 
-    runs: rows of the table, all with the same columns, policy and batch size first.
+    runs: rows of the table, all with the same columns, policy and batch size first; without any, no table.
     """
     drawn = [figure for figure in figures if figure.chart is not None]
     absent = [figure for figure in figures if figure.chart is None]
@@ -55,15 +56,15 @@ def html(
         subtitle=escape(subtitle),
         headlines="".join(f"<li>{escape(sentence)}.</li>" for sentence in headlines),
         sections="\n".join(sections),
-        table=_table(runs),
+        runs=f'<h2>Runs</h2>\n<div class="scroll"><table>{_table(runs)}</table></div>' if runs else "",
         absent=f"<h2>Not drawn</h2>\n{lines}" if absent else "",
         glossary="".join(
-            f"<dt>{escape(word)}</dt><dd>{escape(text)}</dd>" for word, text in _words(runs).items()
+            f"<dt>{escape(word)}</dt><dd>{escape(text)}</dd>" for word, text in _words(policies).items()
         ),
         bundle=_bundle(),
         config=_script(CONFIG),
         specs=_script({figure.name: _spec(figure) for figure in drawn}),
-        names=3 if "source" in runs[0] else 2,
+        names=3 if runs and "source" in runs[0] else 2,
         ink=INK,
         muted=MUTED,
         grid=GRID,
@@ -82,9 +83,9 @@ def png(figure: Figure) -> bytes:
     return vl_convert.vegalite_to_png(spec, vl_version=_version(), scale=2, config=config)
 
 
-def _words(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _words(policies: Sequence[str]) -> dict[str, str]:
     """The glossary, and of every policy that was run the first sentence of its own description."""
-    families = dict.fromkeys(run["policy"].partition(":")[0] for run in runs)
+    families = dict.fromkeys(policy.partition(":")[0] for policy in policies)
     kinds = {name: POLICIES[name] for name in families if name in POLICIES}
     return GLOSSARY | {name: _first_sentence(kind.__doc__ or "") for name, kind in kinds.items()}
 
@@ -95,10 +96,11 @@ def _first_sentence(text: str) -> str:
 
 
 def _figure(figure: Figure) -> str:
+    table = f'<div class="scroll"><table>{_table(figure.rows)}</table></div>' if figure.rows else ""
     return (
         f'<figure class="{"wide" if figure.wide else "half"}" id="{figure.name}">'
         f"<figcaption><h3>{escape(figure.title)}</h3><p>{escape(figure.note)}</p></figcaption>"
-        f'<div class="chart" id="chart-{figure.name}"></div></figure>\n'
+        f'<div class="chart" id="chart-{figure.name}"></div>{table}</figure>\n'
     )
 
 
@@ -106,7 +108,7 @@ def _table(runs: Sequence[dict[str, Any]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in runs[0])
     rows = []
     for before, run in zip([runs[0], *runs], runs, strict=False):
-        next_size = ' class="next"' if run["batch"] != before["batch"] else ""
+        next_size = ' class="next"' if run.get("batch") != before.get("batch") else ""
         rows.append(
             f"<tr{next_size}>{''.join(f'<td>{escape(str(cell))}</td>' for cell in run.values())}</tr>"
         )

@@ -12,14 +12,24 @@ from typing import Any
 from tqdm import tqdm
 
 from analysis import page
-from analysis.figures import FIGURES, Story, counted, headlines, several, share
+from analysis.figures import FIGURES, LIVE, UNDER_TRAFFIC, Story, counted, headlines, several, share
 from analysis.results import load
 from dcut.errors import InputError, guard
+from sim.validate import Comparison, compare, read_live
+from traces.store import open_trace
 
 
-def report(paths: Sequence[str], out: str | None, png: str | None, progress: bool = False) -> None:
+def report(
+    paths: Sequence[str],
+    out: str | None,
+    png: str | None,
+    live: str | None = None,
+    trace: str | None = None,
+    progress: bool = False,
+) -> None:
     """Write the report of results directories to the file `out` and its figures into the directory `png`.
 
+    live, trace: live runs, and a recording of their requests, to open with each run beside its replay.
     Raises InputError on what is not a results directory and, before anything is drawn, on what cannot be
     written; then nothing is written at all.
     """
@@ -28,10 +38,15 @@ def report(paths: Sequence[str], out: str | None, png: str | None, progress: boo
             raise InputError(f"{option} '' names no place: give one")
     for place in ([Path(out)] if out else []) + ([Path(png) / "figure.png"] if png else []):
         _check_place(place)
-    story = Story(load(paths))
-    with tqdm(total=len(FIGURES) + 2, desc="report", leave=False, disable=None if progress else True) as bar:
+    if not paths and live is None:
+        raise InputError("name results directories, or live runs with --live DIR --trace DIR")
+    results = load(paths)
+    story = Story(results, _beside_replays(live, trace, progress))
+    shown = LIVE if story.live else ()
+    shown += (FIGURES if story.results else ()) + (UNDER_TRAFFIC if story.traffic else ())
+    with tqdm(total=len(shown) + 2, desc="report", leave=False, disable=None if progress else True) as bar:
         figures = []
-        for draw in FIGURES:
+        for draw in shown:
             figures.append(draw(story))
             bar.update()
         files: dict[Path, bytes] = {}
@@ -39,25 +54,40 @@ def report(paths: Sequence[str], out: str | None, png: str | None, progress: boo
             files |= {Path(png) / f"{f.name}.png": page.png(f) for f in figures if f.chart is not None}
         bar.update()
         if out:
-            text = page.html(_title(story), _subtitle(story), headlines(story), figures, _rows(story))
+            names = [*story.traces, *(str(r.meta["trace"]) for r in story.traffic)] or [str(trace)]
+            head = f"Verification budgets compared: {several([*dict.fromkeys(names)])}", _subtitle(story)
+            text = page.html(*head, headlines(story), figures, _rows(story), list(story.palette))
             files[Path(out)] = text.encode()
         bar.update()
     _write(files)
 
 
-def _title(story: Story) -> str:
-    return f"Verification budgets compared: {several(story.traces)}"
+def _beside_replays(live: str | None, trace: str | None, progress: bool) -> list[Comparison]:
+    """Every live run compared with a replay of it, from the recording of its requests."""
+    if live is None and trace is None:
+        return []
+    if live is None or trace is None:
+        raise InputError("live runs and the recording of their requests go together: give --live and --trace")
+    runs, recording = read_live(live), open_trace(trace)
+    hidden = None if progress else True
+    bar = tqdm(runs, desc="replaying live runs", unit=" runs", leave=False, disable=hidden)
+    return [compare(recording, run) for run in bar]
 
 
 def _subtitle(story: Story) -> str:
     """What was run, in one line."""
-    meta = story.results[0].meta
-    facts = [
-        " with ".join(str(meta[key]) for key in ("target", "drafter") if meta.get(key)),
-        f"D = {story.runs['draft_length'][0] + 1}",
-        f"batch {', '.join(map(str, story.batch_sizes))}",
-        f"{counted(len(story.runs), 'run')} from {several(story.sources)}",
-    ]
+    facts = [counted(len(story.live), "live run")] if story.live else []
+    for result in (story.results or story.traffic)[:1]:
+        pair = [str(result.meta[key]) for key in ("target", "drafter") if result.meta.get(key)]
+        facts += [" with ".join(pair), f"D = {result.meta['draft_length'] + 1}"]
+    if story.results:
+        facts += [
+            f"batch {', '.join(map(str, story.batch_sizes))}",
+            f"{counted(len(story.runs), 'run')} from {several(story.sources)}",
+        ]
+    if story.traffic:
+        runs = sum(len(result.runs) for result in story.traffic)
+        facts.append(f"{counted(runs, 'run')} under traffic")
     return " · ".join(filter(None, facts))
 
 
@@ -125,12 +155,14 @@ def main() -> None:
         prog="python -m analysis.report", description="Turn results directories into one page of pictures."
     )
     parser.add_argument(
-        "results", nargs="+", metavar="RESULTS", help="directories that sim.replay --out wrote"
+        "results", nargs="*", metavar="RESULTS", help="directories that sim.replay --out wrote"
     )
+    parser.add_argument("--live", metavar="DIR", help="live runs, to open with each beside its replay")
+    parser.add_argument("--trace", help="with --live, the recording of the same requests: name or directory")
     parser.add_argument("--out", metavar="FILE", default="report.html", help="the page (%(default)s)")
     parser.add_argument("--png", metavar="DIR", help="also write each figure there as a PNG")
     args = parser.parse_args()
-    report(args.results, args.out, args.png, progress=True)
+    report(args.results, args.out, args.png, args.live, args.trace, progress=True)
     print(f"report in {args.out}" + (f", pictures in {args.png}" if args.png else ""))
 
 

@@ -15,7 +15,7 @@ from dcut.policies import DCut, Full, Off, Ratio, parse_policy
 from dcut.scores import survival
 from dcut.selector import select
 from traces.schema import Trace
-from traces.store import RESULTS, read_directory
+from traces.store import RESULTS, TRAFFIC, kind_of, read_directory
 
 PUBLISHED = Path(__file__).parent / "published"
 PUBLISHED_TRACE = "h20-qwen3-8b"  # the built-in trace that the published throughput describes
@@ -37,6 +37,22 @@ _COLUMNS = (
     "seed",
     "draft_length",
 )
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+_TRAFFIC_COLUMNS = (
+    "policy",
+    "batch_size",
+    "num_requests",
+    "request_rps",
+    "throughput_tps",
+    "token_goodput_tps",
+    "kept_share",
+    *(f"{name}_p{q}" for name in LATENCIES for q in (50, 90, 99)),
+    "keep_ratio",
+    "mean_acceptance_length",
+    "num_running_mean",
+    "num_waiting_mean",
+    "num_preempted",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +63,7 @@ class Results:
     meta: dict[str, Any]
     runs: pl.DataFrame
     cost: CostTable
+    under_traffic: bool = False  # requests came when they came, not one for each that left
 
 
 def load(paths: Sequence[str | Path]) -> list[Results]:
@@ -68,9 +85,11 @@ def _load(path: Path, source: str) -> Results:
     if not (path / "runs.parquet").is_file():
         found = "it holds no runs.parquet" if path.is_dir() else "no directory is there"
         raise InputError(f"{path} is not a results directory: {found}; sim.replay --out makes one")
-    meta, tables, documents = read_directory(path, RESULTS)
+    under_traffic = kind_of(path) == TRAFFIC
+    meta, tables, documents = read_directory(path, TRAFFIC if under_traffic else RESULTS)
     runs = tables["runs"]
-    missing = [name for name in _COLUMNS if name not in runs.columns]
+    columns = _TRAFFIC_COLUMNS if under_traffic else _COLUMNS
+    missing = [name for name in columns if name not in runs.columns]
     if missing:
         raise InputError(f"{path / 'runs.parquet'} has no column {missing[0]!r}: not the runs of a replay")
     if not len(runs):
@@ -80,6 +99,7 @@ def _load(path: Path, source: str) -> Results:
         meta,
         runs.select(pl.lit(source).alias("source"), pl.all()).sort("batch_size", maintain_order=True),
         CostTable.from_dict(documents["cost"]),
+        under_traffic,
     )
 
 

@@ -15,9 +15,8 @@ from sim.results import run_name, run_names
 from sim.scheduler import gap_quantile
 from sim.serving import LOAD, Service
 from traces.schema import REQUESTS, STEPS, Trace
-from traces.store import read_directory, whole_directory, write_directory
+from traces.store import TRAFFIC, read_directory, whole_directory, write_directory
 
-RUNS = "services"  # the kind of a results directory; each run inside it is of the kind "service"
 _FILES = ("runs.parquet", "cost.json")
 LOADS = {"replica": pl.Int64, **{name: pl.Int64 for name in LOAD.names or () if name not in STEPS}}
 """Columns of steps.parquet beside those of every run."""
@@ -215,7 +214,7 @@ def new_directory(path: str | Path, runs: Sequence[tuple[str, int]]) -> Abstract
     sub-directory, or where `path` is not free, empty or wholly written by `write`, or cannot be written.
     """
     run_names(runs)
-    return whole_directory(path, lambda old: [*_FILES, *read_directory(old, RUNS)[0]["runs"]])
+    return whole_directory(path, lambda old: [*_FILES, *read_directory(old, TRAFFIC)[0]["runs"]])
 
 
 def write_run(folder: Path, row: Mapping[str, Any], service: Service, log: StepLog, trace: Trace) -> None:
@@ -242,6 +241,6 @@ def write(
         shares = [{"bucket": label, "share": share} for label, share in row["bucket_share"].items()]
         flat.append({"run": name, **row, "bucket_share": shares})
     table = pl.DataFrame(flat, infer_schema_length=None).drop("sim_steps_per_s")
-    write_directory(directory, RUNS, {**meta, "runs": names}, {"runs": table}, {"cost": cost.to_dict()})
+    write_directory(directory, TRAFFIC, {**meta, "runs": names}, {"runs": table}, {"cost": cost.to_dict()})
     for name in names:
         (folder / name).rename(directory / name)

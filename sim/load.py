@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -112,6 +112,7 @@ def replay_load(load: Load, progress: bool = False) -> list[dict[str, Any]]:
                 latencies.write_run(folder, row, service, log, trace)
         if directory is not None and folder is not None:
             about = {"engine": "sim", "trace": load.trace, "cost": load.cost, "seed": load.seed}
+            about |= {"arrivals": load.arrivals, "rate": load.rate, "slo": asdict(load.slo)}
             latencies.write(directory, folder, rows, cost, {**trace.meta, **about})
     return rows
 

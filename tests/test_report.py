@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,8 +33,12 @@ from analysis.figures import (
 from analysis.results import PUBLISHED, Results, against_published, allocation, calibration, load, step_times
 from dcut.cost import CostTable, Sample
 from dcut.errors import guard
+from sim.latencies import Slo
+from sim.load import Load, replay_load
 from sim.replay import Config, replay
-from traces.store import open_trace
+from sim.scheduler import Limits
+from sim.validate import Comparison
+from traces.store import BUILTIN, open_trace, read_directory
 
 SIZES = (4, 16, 64)
 
@@ -129,7 +134,7 @@ def test_what_the_runs_do_not_hold_is_left_out_and_named(results: Path) -> None:
     figures = [draw(story) for draw in FIGURES]
     absent = {figure.name for figure in figures if figure.chart is None}
     assert absent >= {"buckets", "ablation", "retention", "allocation", "published", "depths"}
-    text = page.html("title", "", headlines(story), figures, [{"batch": 8, "policy": "off"}])
+    text = page.html("title", "", headlines(story), figures, [{"batch": 8, "policy": "off"}], ["off"])
     assert "Not drawn" in text
     assert "no trace &#x27;elsewhere&#x27;" in text
     assert {*specs(text)} == {figure.name for figure in figures} - absent
@@ -140,7 +145,7 @@ def test_names_from_outside_cannot_break_out_of_the_page(results: Path) -> None:
     story = made_up({("off", 8): 100.0, (evil, 8): 50.0}, results)
     figures = [draw(story) for draw in FIGURES]
     text = page.html(
-        evil, evil, [evil], [*figures, Figure("x", evil, evil, evil)], [{"batch": 8, "policy": evil}]
+        evil, evil, [evil], [*figures, Figure("x", evil, evil, evil)], [{"batch": 8, "policy": evil}], [evil]
     )
     assert "<script>alert" not in text
     assert text.count("</script>") == 2
@@ -163,6 +168,99 @@ def test_several_results_are_told_apart_and_compared(results: Path, tmp_path: Pa
 def test_a_name_that_is_not_utf_8_is_shown_as_well_as_can_be(results: Path, tmp_path: Path) -> None:
     shutil.copytree(results, tmp_path / os.fsdecode(b"gr\xfcn"))
     assert load([tmp_path / os.fsdecode(b"gr\xfcn")])[0].source == "gr\N{REPLACEMENT CHARACTER}n"
+
+
+# ---- live runs, and runs under traffic -------------------------------------------------------------------
+
+
+def test_the_page_opens_with_live_runs_beside_their_replays(results: Path, tmp_path: Path) -> None:
+    recording = BUILTIN / "tiny-pair"  # the run behind it is a live one, under full verification
+    out = tmp_path / "report.html"
+    report.report([str(results)], str(out), None, str(recording), "tiny-pair")
+    text = out.read_text(encoding="utf-8")
+    assert [*specs(text)][:2] == ["predicted", "differences"]
+    assert text.index("Predicted beside measured</h2>") < text.index("Which policy</h2>")
+    trace = open_trace("tiny-pair")
+    steady = trace.steps.filter(pl.col("batch_size") >= 0.85 * 8)
+    measured = float(steady["num_emitted"].sum()) / float(steady["step_s"].sum())
+    (cell,) = next(iter(specs(text)["differences"]["datasets"].values()))
+    assert (cell["name"], cell["batch_size"]) == ("full", 8)
+    assert cell["published"] == pytest.approx(measured)
+    assert cell["error"] == pytest.approx(cell["predicted"] / measured - 1)
+    assert abs(cell["error"]) < 0.2
+    assert f"{cell['predicted']:,.0f} / {measured:,.0f}" == cell["detail"]
+    shown = re.findall(r"<li>(.*?)</li>", text)
+    assert shown[0].startswith(
+        f"Predicted throughput is {100 * abs(cell['error']):.1f}\N{NO-BREAK SPACE}% off"
+    )
+    tokens, decisions = trace.requests["output_tokens"].sum(), len(trace.decisions)
+    assert f"100.00\N{NO-BREAK SPACE}% of {tokens:,} tokens" in text
+    assert f"100.00\N{NO-BREAK SPACE}% of {decisions:,} decisions" in text
+
+
+def test_fidelity_is_the_median_and_the_worst_error() -> None:
+    counts = {"num_tokens": 200, "num_equal_tokens": 199, "num_decisions": 50, "num_equal_decisions": 49}
+    rates = (("off", 4, 100, 102), ("full", 4, 100, 90), ("dcut", 8, 200, 206))
+    live = [Comparison(p, b, **counts, live_tps=live, replay_tps=replay) for p, b, live, replay in rates]
+    story = Story([], live)
+    said = figures.fidelity(story)
+    assert said is not None
+    assert said.replace("\N{NO-BREAK SPACE}", " ") == (
+        "Predicted throughput is 3.0 % off the measured on the median of 3 live runs, "
+        "10.0 % at worst (full at batch 4)"
+    )
+    assert "99.50 % of 600 tokens and 98.00 % of 150 decisions" in figures.same_choices(story).replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
+    assert headlines(story) == [said]
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A results directory of a little traffic."""
+    out = tmp_path_factory.mktemp("traffic") / "out"
+    slo = Slo(ttft=0.2, tpot=0.03)
+    load = Load("poisson", policy="off,full,dcut", rate=6.0, limit=60, limits=Limits(16), slo=slo)
+    replay_load(replace(load, out=str(out)))
+    return out
+
+
+def test_latencies_under_traffic_are_those_of_the_requests(traffic: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    report.report([str(traffic)], str(out), str(tmp_path / "png"))
+    text = out.read_text(encoding="utf-8")
+    assert [*specs(text)] == ["latencies", "goodput"]
+    assert {path.stem for path in (tmp_path / "png").iterdir()} == {"latencies", "goodput"}
+    assert "<h2>Runs</h2>" not in text
+    spans = [row for rows in specs(text)["latencies"]["datasets"].values() for row in rows]
+    bars = {row["name"]: row for rows in specs(text)["goodput"]["datasets"].values() for row in rows}
+    assert [*bars] == ["off", "full", "dcut"]
+    for policy, bar in bars.items():
+        requests = read_directory(traffic / f"{policy}-16", "service")[1]["requests"]
+        start, first, end, n = (
+            requests[name].to_numpy() for name in ("arrival_s", "first_token_s", "finish_s", "output_tokens")
+        )
+        tpot = (end - first) / np.maximum(n - 1, 1)
+        took = {"first token": first - start, "per output token": tpot[n > 1], "end to end": end - start}
+        for what, seconds in took.items():
+            (row,) = (row for row in spans if row["name"] == policy and what in row["panel"])
+            expected = np.percentile(seconds, (50, 90, 99))
+            assert [row[q] for q in ("p50", "p90", "p99")] == pytest.approx(expected.tolist())
+        kept = (first - start <= 0.2) & (tpot <= 0.03)
+        assert bar["whole"] == pytest.approx(n.sum() / (end.max() - start.min()))
+        assert bar["part"] == pytest.approx(n[kept].sum() / (end.max() - start.min()))
+        assert bar["text"] == f"{100 * kept.mean():.1f}\N{NO-BREAK SPACE}%"
+        assert f"<td>{policy}</td><td>16</td><td>{bar['whole']:,.0f}</td>" in text
+    assert "TTFT within 0.2 s and TPOT within 0.03 s" in text
+
+
+def test_traffic_stands_beside_steady_batches(results: Path, traffic: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    report.report([str(traffic), str(results)], str(out), None)
+    text = out.read_text(encoding="utf-8")
+    assert len(specs(text)) == len(FIGURES) + 2
+    assert "<h2>Runs</h2>" in text
+    assert "15 runs from replay · 3 runs under traffic" in text
 
 
 # ---- sentences -------------------------------------------------------------------------------------------
@@ -407,6 +505,31 @@ def test_what_is_no_results_directory_is_refused_in_one_line(
     assert said in error
     assert str(place) in error
     assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name results directories, or live runs with --live DIR --trace DIR"),
+        (("--live", "somewhere"), "give --live and --trace"),
+        (("--trace", "tiny-pair"), "name results directories, or live runs"),
+        (("--live", "nowhere", "--trace", "tiny-pair"), "nowhere holds no live run"),
+    ],
+)
+def test_a_page_of_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(capsys, run(monkeypatch, *arguments))
+
+
+def test_damaged_traffic_is_refused_by_name(
+    traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "place"
+    shutil.copytree(traffic, place)
+    (place / "runs.parquet").write_bytes(b"PAR1")
+    said = refused(capsys, run(monkeypatch, str(place), "--out", str(tmp_path / "report.html")))
+    assert f"{place / 'runs.parquet'} is damaged or truncated" in said
 
 
 def test_results_named_twice_are_refused(

@@ -21,11 +21,12 @@ from traces.schema import DECISIONS, FORMAT, REQUESTS, STEPS, Trace, anchors_sch
 BUILTIN = Path(__file__).parent / "builtin"
 RESULTS = "replays"  # the kind of a directory of runs with their figures, which analysis.report reads
 RUN = "replay"  # the kind of each run inside it
+TRAFFIC = "services"  # the kind of a directory of runs under traffic, which it reads too
 _LEDGER = ("format", "kind", "rows", "sha256")  # what meta.json holds for this module
 _WORDS = {  # kinds as people call them; a trace is a trace
     RESULTS: "results directory",
     RUN: "single run of a results directory",
-    "services": "results directory of traffic",
+    TRAFFIC: "results directory of traffic",
     "service": "single run under traffic",
     "live": "recorded live run",
 }
@@ -215,6 +216,14 @@ def read_directory(
     return {key: value for key, value in meta.items() if key not in _LEDGER}, tables, documents
 
 
+def kind_of(path: str | Path) -> str | None:
+    """What a directory holds, as `write_directory` was told; None where it holds nothing of this program."""
+    try:
+        return _read_json(Path(path) / "meta.json", "nothing is there")["kind"]
+    except (InputError, OSError, TypeError, KeyError):
+        return None
+
+
 def _check_columns(file: Path, table: pl.DataFrame, columns: Mapping[str, Any]) -> None:
     """Raise InputError, naming `file`, unless `table` has these columns (and types), and no others."""
     found = dict(table.schema)
@@ -233,10 +242,18 @@ def _check(trace: Trace, path: Path) -> None:
     length = trace.meta.get("draft_length")
     if not isinstance(length, int) or length < 1:
         raise InputError(f"{path / 'meta.json'}: draft_length {length!r} is not a whole number of at least 1")
+    narrower = trace.meta.get("narrower", [])
+    whole = isinstance(narrower, list | tuple) and all(isinstance(width, int) for width in narrower)
+    if not whole or list(narrower) != sorted({*narrower} & {*range(1, length)}):
+        raise InputError(
+            f"{path / 'meta.json'}: narrower {narrower!r} is not a rising list of widths below {length}"
+        )
     sampled = "accept_probs" in trace.anchors.columns
+    if sampled and narrower:
+        raise InputError(f"{path / 'anchors.parquet'}: accept_probs of one drafter among several")
     for name, table, columns, nullable in (
         ("requests", trace.requests, REQUESTS, ("arrival_s", "finish_reason", "domain")),
-        ("anchors", trace.anchors, anchors_schema(length, sampled), ("token_id",)),
+        ("anchors", trace.anchors, anchors_schema(length, sampled, narrower), ("token_id",)),
         ("steps", trace.steps, STEPS, tuple(STEPS)),
         ("decisions", trace.decisions, DECISIONS, ()),
     ):
@@ -267,20 +284,22 @@ def _check_anchors(trace: Trace, requests_file: Path, anchors_file: Path) -> Non
             f"{anchors_file}: position {row['position']} of request {row['request_id']} is out of place; "
             f"requests come in the order of {requests_file.name}, positions rise from 0 without a gap"
         )
-    outside = (arrays.num_accepted < 0) | (arrays.num_accepted > trace.draft_length)
-    if outside.any():
-        row = trace.anchors.row(int(np.argmax(outside)), named=True)
-        raise InputError(
-            f"{anchors_file}: num_accepted {row['num_accepted']} at position {row['position']} of request "
-            f"{row['request_id']} is outside 0..{trace.draft_length}"
-        )
-    for name, values in (("confidences", arrays.confidences), ("accept_probs", arrays.accept_probs)):
-        if values is not None and not ((values >= 0) & (values <= 1)).all():
-            at, slot = np.argwhere(~((values >= 0) & (values <= 1)))[0]
-            row = trace.anchors.row(int(at), named=True)
+    checked = {
+        "num_accepted": (arrays.num_accepted, trace.draft_length),
+        "confidences": (arrays.confidences, 1),
+        "accept_probs": (arrays.accept_probs, 1),
+    }
+    for width, drafts in arrays.narrower.items():
+        checked |= {f"num_accepted_{width}": (drafts.num_accepted, width)}
+        checked |= {f"confidences_{width}": (drafts.confidences, 1)}
+    for name, (values, most) in checked.items():
+        if values is not None and not (within := (values >= 0) & (values <= most)).all():
+            at = tuple(np.argwhere(~within)[0])
+            row = trace.anchors.row(int(at[0]), named=True)
+            bounds = "[0, 1]" if values.ndim > 1 else f"0..{most}"
             raise InputError(
-                f"{anchors_file}: {name} {values[at, slot]:g} at position {row['position']} of request "
-                f"{row['request_id']} is outside [0, 1]"
+                f"{anchors_file}: {name} {values[at]:g} at position {row['position']} of request "
+                f"{row['request_id']} is outside {bounds}"
             )
     for column, low in (("prompt_tokens", 0), ("output_tokens", 1)):
         if (least := trace.requests[column].to_numpy().min()) < low:
