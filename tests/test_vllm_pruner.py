@@ -13,7 +13,7 @@ from dcut.policies import parse_policy
 from dcut.protocol import BudgetPolicy
 from dcut.selector import Selection
 from runtime.vllm.options import Options, check
-from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Pruner, number
+from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Pruner, number, overhead
 
 COST = CostTable.from_samples(
     [
@@ -149,7 +149,6 @@ class Learning(BudgetPolicy):
     """Keeps everything, and what it hears."""
 
     learns = True
-    labels = ("all",)
 
     def __init__(self) -> None:
         self.heard: list[tuple[list[int], list[int], float]] = []
@@ -193,6 +192,16 @@ def test_drift_compares_steps_with_the_table_but_not_those_with_prompts() -> Non
     assert of.drift.ratio == pytest.approx(5.0 / (0.001 + 0.0008 + 0.002))
 
 
+def test_the_overhead_is_the_share_of_collecting_and_choosing() -> None:
+    of = pruner()
+    proposed(of)
+    verify(of, [Decoded("7", 4, 30, 2, [8], 1), Decoded("9-a1b2", 0, 12, 1, [5], 1)])
+    steps = of.take_steps()
+    assert overhead(steps, 2) == 1.25 / 5.0
+    with pytest.raises(InputError, match="held 3 requests"):
+        overhead(steps, 3)
+
+
 @pytest.mark.parametrize(("name", "found"), [("12", 12), ("12-9fe0", 12), ("cmpl-3", -1), ("", -1)])
 def test_requests_are_known_by_their_numbers(name: str, found: int) -> None:
     assert number(name) == found
@@ -224,7 +233,9 @@ def test_options_that_make_no_sense_are_named(additional: Any, environment: Any,
         Options.read(additional, environment)
 
 
-def configuration(speculative: dict[str, Any] | None = None, **parallel: int) -> Any:
+def configuration(
+    speculative: dict[str, Any] | None = None, max_model_len: int = 1024, **parallel: int
+) -> Any:
     known = {
         "method": "dflash",
         "use_local_argmax_reduction": False,
@@ -237,6 +248,7 @@ def configuration(speculative: dict[str, Any] | None = None, **parallel: int) ->
     return SimpleNamespace(
         speculative_config=None if speculative is None else SimpleNamespace(**known | speculative),
         parallel_config=SimpleNamespace(**sizes | parallel),
+        model_config=SimpleNamespace(max_model_len=max_model_len),
     )
 
 
@@ -252,6 +264,7 @@ def configuration(speculative: dict[str, Any] | None = None, **parallel: int) ->
         ("dcut", configuration({"method": "eagle3", "draft_sample_method": "probabilistic"}), "a bias"),
         ("full", configuration({"num_speculative_tokens_per_batch_size": [(1, 4, 3)]}), "own policy"),
         ("smartspec", configuration({"method": "ngram"}), "ngram is not profiled"),
+        ("dcut", configuration({}, max_model_len=63), "max_model_len 63 leaves no room.*give 64 or more"),
         ("dcut", configuration({}, pipeline_parallel_size=2), "pipeline_parallel_size 2"),
         ("dcut", configuration({}, data_parallel_size=2), "one server a replica"),
     ],

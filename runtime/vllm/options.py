@@ -41,8 +41,8 @@ class Options:
     def read(cls, additional_config: Any, environment: Mapping[str, str] = os.environ) -> Options:
         """What was asked for. Raises InputError where no policy is, and on what cannot be understood."""
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        given = additional_config.get("dcut", {}) if isinstance(additional_config, Mapping) else {}
-        if not isinstance(given, Mapping):
+        given: Any = additional_config.get("dcut", {}) if isinstance(additional_config, dict) else {}
+        if not isinstance(given, dict):
             raise InputError(f'additional_config "dcut": {given!r} is no object: give {{"policy": "dcut"}}')
         for key in given:
             if key not in fields:
@@ -94,6 +94,12 @@ def check(options: Options, vllm_config: Any) -> None:
             raise InputError(
                 f"dcut policy {options.policy!r} weighs measured step times, and {why}: choose another"
             ) from error
+    needed = 8 * (speculative.num_speculative_tokens + 1)  # for what runtime.vllm.profiler does
+    if options.profile_s and method not in UNSURE and vllm_config.model_config.max_model_len < needed:
+        raise InputError(
+            f"max_model_len {vllm_config.model_config.max_model_len} leaves no room to measure steps: "
+            f"give {needed} or more, or set DCUT_PROFILE_S=0"
+        )
     if speculative.num_speculative_tokens_per_batch_size is not None:
         raise InputError(
             "num_speculative_tokens_per_batch_size is vLLM's own policy: take it out, or unset DCUT_POLICY"

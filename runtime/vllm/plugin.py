@@ -38,11 +38,14 @@ def register() -> None:
     """The entry point in vllm.general_plugins, which vLLM calls in every one of its processes.
 
     It changes how an engine's configuration is made and what happens at the end of its start; both do
-    nothing where neither DCUT_POLICY nor additional_config {"dcut": ...} asks for a policy.
+    nothing where neither DCUT_POLICY nor additional_config {"dcut": ...} asks for a policy. A second call
+    changes nothing.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
 
+    if getattr(EngineArgs.create_engine_config, "dcut", False):
+        return
     EngineArgs.create_engine_config = _configuring(EngineArgs.create_engine_config)
     start = getattr(EngineCore, "_initialize_effective_attention_block_size", None)
     if start is not None:  # else create_engine_config says so, where a policy is asked for
@@ -63,6 +66,7 @@ def _configuring(create: Callable[..., Any]) -> Callable[..., Any]:
             sys.excepthook = _one_line(sys.excepthook)
             raise
 
+    setattr(configure, "dcut", True)  # noqa: B010
     return configure
 
 
@@ -106,7 +110,7 @@ def _take_the_first_runner(args: Any) -> None:
 
 def check_interface() -> None:
     """Raise InputError, naming the version, where vLLM lacks something that HOOKS lists."""
-    import vllm
+    from vllm.version import __version__
 
     for hook in HOOKS:
         module, _, path = hook.partition(":")
@@ -114,7 +118,7 @@ def check_interface() -> None:
             functools.reduce(getattr, path.split("."), importlib.import_module(f"vllm.{module}"))
         except (ImportError, AttributeError) as error:
             raise InputError(
-                f"vLLM {vllm.__version__} has no {path} in vllm.{module}, which dcut relies on: "
+                f"vLLM {__version__} has no {path} in vllm.{module}, which dcut relies on: "
                 "install vllm 0.32, or unset DCUT_POLICY"
             ) from error
 

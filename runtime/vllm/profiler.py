@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
 from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
+from vllm.version import __version__
 
 from dcut.cost import CostTable, Sample
 from runtime.engine import Step
@@ -47,21 +48,34 @@ class Profiling:
     """The engine at work on batches of our own, under one policy after the other."""
 
     def __init__(self, core: Any) -> None:
+        """core: vLLM's EngineCore, idle, whose texts may be as long as options.check asks for."""
         config = core.vllm_config
         self.scheduler, self.executor = core.scheduler, core.model_executor
         self.draft_length = config.speculative_config.num_speculative_tokens
         self.vocab_size = config.model_config.get_vocab_size()
-        self.context = min(CONTEXT, config.model_config.max_model_len // 4)
         self.policies = ["off", *(f"fixed:{n - 1}" for n in knots(self.draft_length)[1:])]
-        self.room = (len(self.policies) * STEPS + 1) * (self.draft_length + 1)  # output tokens at most
-        self.context = min(CONTEXT, config.model_config.max_model_len - self.room - self.draft_length - 1)
-        fits = core.vllm_config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        longest, width = config.model_config.max_model_len, self.draft_length + 1
+        self.context = min(CONTEXT, longest // 4)
+        self.at_once = min(len(self.policies), ((longest - self.context) // width - 3) // STEPS)
+        self.room = (self.at_once * STEPS + 2) * width  # output tokens, more than those policies can emit
+        fits = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         most = min(config.scheduler_config.max_num_seqs, LARGEST, fits // (self.context + self.room + 64))
         self.sizes = powers_of_two(max(1, most))[::-1]
         self.random = np.random.default_rng(0)
 
     def profile(self, budget_s: float) -> Profile:
-        """Time every batch size under every policy, round after round, as `runtime.profiler.profile` does."""
+        """Time every batch size under every policy, round after round, as `runtime.profiler.profile` does.
+
+        Prompts do not enter the prefix cache.
+        """
+        blocks = self.scheduler.kv_cache_manager
+        caching, blocks.enable_caching = blocks.enable_caching, False
+        try:
+            return self._profile(budget_s)
+        finally:
+            blocks.enable_caching = caching
+
+    def _profile(self, budget_s: float) -> Profile:
         began = time.perf_counter()
         steps: list[Step] = []
         largest = self.sizes[0]
@@ -84,31 +98,36 @@ class Profiling:
             times.setdefault(("verify", batch_size, tokens), []).append(step.step_s - step.draft_s)
         samples = [Sample(*key, median(found)) for key, found in times.items()]
         longer = _times([step for step in steps if len(step.request_id) == largest])
-        cost = CostTable.from_samples(
-            samples,
-            **slopes(shorter, longer, self.draft_length + 1),
-            context_per_request=float(np.mean([s.context_tokens / len(s.request_id) for s in steps])),
-        )
+        options: dict[str, Any] = slopes(shorter, longer, self.draft_length + 1) | {
+            "context_per_request": float(np.mean([s.context_tokens / len(s.request_id) for s in steps]))
+        }
+        cost = CostTable.from_samples(samples, **options)
         spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
         return Profile(tamed(cost, samples), median(spreads), time.perf_counter() - began)
 
     def steps(self, batch_size: int, context: int, policies: list[str]) -> list[Step]:
         """What the log says of steps in which so many requests decode, under each of the policies."""
-        self._policy(policies[0])
+        found: list[Step] = []
+        for start in range(0, len(policies), self.at_once):
+            self._fill(batch_size, context)
+            for policy in policies[start : start + self.at_once]:
+                self._policy(policy)
+                for _ in range(STEPS):
+                    self._step()
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self._step()  # tells the workers
+            found += self.executor.collective_rpc("dcut_steps")[0]
+        return [s for s in found if len(s.request_id) == batch_size and not s.prefill_tokens]
+
+    def _fill(self, batch_size: int, context: int) -> None:
+        """Bring so many requests of so many tokens to where they decode."""
+        self._policy("off")
         params = SamplingParams(temperature=0, max_tokens=self.room, ignore_eos=True)
         for i in range(batch_size):
             prompt = self.random.integers(self.vocab_size, size=context).tolist()
             self.scheduler.add_request(Request(f"dcut-profile-{i}", prompt, params, None))
-        while self.scheduler.get_request_counts()[1] or not self._decoding():
+        while not self._decoding():
             self._step()
-        for policy in policies:
-            self._policy(policy)
-            for _ in range(STEPS):
-                self._step()
-        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        self._step()  # tells the workers
-        found = self.executor.collective_rpc("dcut_steps")[0]
-        return [s for s in found if len(s.request_id) == batch_size and not s.prefill_tokens]
 
     def _decoding(self) -> bool:
         return all(request.num_output_tokens for request in self.scheduler.requests.values())
@@ -155,8 +174,7 @@ def _about(config: Any, profiling: Profiling) -> dict[str, Any]:
         "ranks": config.parallel_config.tensor_parallel_size,
         "threads": torch.get_num_threads(),
         "eager": config.model_config.enforce_eager,
-        "versions": {name: version(name) for name in ("dcut", "torch", "numba")}
-        | {"vllm": __import__("vllm").__version__},
+        "versions": {"vllm": __version__} | {name: version(name) for name in ("dcut", "torch", "numba")},
         "sizes": profiling.sizes,
         "context": profiling.context,
     }

@@ -2,12 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dcut.cost import CostTable
+from dcut.errors import InputError
 from dcut.policies import BudgetPolicy
 from dcut.scores import survival
 from dcut.selector import Selection
@@ -222,6 +223,14 @@ class Pruner:
         steps = list(self.steps)
         self.steps.clear()
         return steps
+
+
+def overhead(steps: Iterable[Step], batch_size: int) -> float:
+    """The share of the time of steps with so many requests that went into confidences and choosing."""
+    some = [s for s in steps if len(s.request_id) == batch_size and not s.prefill_tokens]
+    if not some:
+        raise InputError(f"no step without prompts held {batch_size} requests")
+    return sum(s.select_s for s in some) / sum(s.step_s for s in some)
 
 
 def rehearse(policy: BudgetPolicy, draft_length: int, cost: CostTable | None) -> None:

@@ -35,6 +35,9 @@ class AdaptiveWorker(_Worker):
         adaptive.install(Options.read(self.vllm_config.additional_config).parsed, self.vllm_config)
 
 
+AT_ONCE = 256  # rows of logits that are turned into float32 probabilities: they need memory of their own
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Before:
     """A request as an engine step found it."""
@@ -273,9 +276,8 @@ def _confidences(logits: list[torch.Tensor], batch_size: int) -> np.ndarray:
     """
     columns = []
     for part in logits:
-        part = part.float()
-        largest = (part.amax(-1) - part.logsumexp(-1)).exp_()
-        columns.append(largest.view(batch_size, -1))
+        some = [rows.float().softmax(-1).amax(-1) for rows in part.split(AT_ONCE)]
+        columns.append(torch.cat(some).view(batch_size, -1))
     return torch.cat(columns, 1).clamp_(max=1).cpu().numpy()
 
 
