@@ -333,7 +333,7 @@ def hold(
         plan.num_decodes += 1
         plan.rows += 1 + drafts
         i += 1
-    return plan.num, plan.rows, in_work or i < q.num_running or q.num_front > 0 or q.head < q.tail
+    return plan.num, plan.rows, in_work or i < q.num_running or _anyone_waits(queue)
 
 
 @compiled
@@ -373,13 +373,8 @@ def fill(
                 kv.take(memory, stretches, max(need, 0))
                 book.blocks += max(need, 0)
                 budget -= _compute(queue, books, memory, stretches, units, hashes, plan, entries[at], r, new)
-    while budget > 0 and plan.preempted == 0 and q.num_running < q.max_seqs:
-        if q.num_front > 0:
-            r = front[q.num_front - 1]
-        elif q.head < q.tail:
-            r = waiting[q.head % len(waiting)]
-        else:
-            break
+    while budget > 0 and plan.preempted == 0 and q.num_running < q.max_seqs and _anyone_waits(queue):
+        r = _next_in_line(queue, front, waiting)
         book = books[r]
         held, found = _hits(books, r, memory, stretches, units, hashes)
         unused = 0  # of the units found, those that nobody uses
@@ -392,10 +387,7 @@ def fill(
         free = memory[0].num_free - unused * memory[0].unit_blocks
         if kv.num_blocks_of(reserved, block_size) - shared > free:
             break
-        if q.num_front > 0:
-            q.num_front -= 1
-        else:
-            q.head += 1
+        _leave_line(queue)
         for j in range(held):
             kv.use_unit(memory, stretches, units, hashes[book.first_unit + j])
         if found > 0:
@@ -431,22 +423,14 @@ def enter(
 ) -> int:
     """Let in, while seats and blocks last, requests with their prompts and first tokens computed."""
     q, num_finished = queue[0], 0
-    while q.num_running < q.max_seqs and num_finished < len(finished):
-        if q.num_front > 0:
-            r = front[q.num_front - 1]
-        elif q.head < q.tail:
-            r = waiting[q.head % len(waiting)]
-        else:
-            break
+    while q.num_running < q.max_seqs and num_finished < len(finished) and _anyone_waits(queue):
+        r = _next_in_line(queue, front, waiting)
         book = books[r]
         tokens = max(book.tokens, book.prompt_tokens + 1)
         need = kv.num_blocks_of(tokens, memory[0].block_size)
         if need > memory[0].num_free:
             break
-        if q.num_front > 0:
-            q.num_front -= 1
-        else:
-            q.head += 1
+        _leave_line(queue)
         if book.status == WAITING:
             book.scheduled_s = now_s
             book.first_token_s = now_s
@@ -524,6 +508,27 @@ def settle(
             finished[num_finished] = entry.request
             num_finished += 1
     return num_finished
+
+
+@compiled
+def _anyone_waits(queue: Rows) -> bool:
+    return queue[0].num_front > 0 or queue[0].head < queue[0].tail
+
+
+@compiled
+def _next_in_line(queue: Rows, front: Rows, waiting: Rows) -> int:
+    """Who is let in next: the last that was pre-empted, else the first to have come."""
+    q = queue[0]
+    return front[q.num_front - 1] if q.num_front > 0 else waiting[q.head % len(waiting)]
+
+
+@compiled
+def _leave_line(queue: Rows) -> None:
+    """The next in line is let in."""
+    if queue[0].num_front > 0:
+        queue[0].num_front -= 1
+    else:
+        queue[0].head += 1
 
 
 @compiled
