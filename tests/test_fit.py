@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
 from dcut.errors import InputError, guard
@@ -29,6 +30,7 @@ def sampled(process: AcceptanceProcess, num: int, seed: int) -> tuple[np.ndarray
     logit = np.array(process.position_logit) + quality[:, None]
     logit = logit + process.slot_sd * rng.normal(size=(num, length))
     seen = logit + process.confidence_sd * rng.normal(size=(num, length))
+    seen -= process.confidence_drop * np.sqrt(np.arange(length))
     hits = rng.random((num, length)) < 1 / (1 + np.exp(-logit))
     return np.cumprod(hits, axis=1).sum(axis=1), 1 / (1 + np.exp(-seen))
 
@@ -90,6 +92,25 @@ def test_the_built_in_processes_are_what_their_figures_fit_to() -> None:
         stored = json.loads((BUILTIN / folder / "process.json").read_text())
         for line in fit.compare(AcceptanceProcess(**stored["process"]), Figures(**stored["figures"])):
             assert abs(line.error) < 0.02, line
+
+
+def test_confidences_fall_behind_with_depth_as_they_do_in_a_recorded_pair(shared: Path) -> None:
+    rows = pl.read_parquet(shared / "pair-trial/dense-trace.parquet").filter(pl.col("nfut") == 15)
+    confidences, accepted = np.array(rows["conf"].to_list(), float).clip(1e-6, 1 - 1e-6), rows["acc"]
+    k = np.arange(15)
+    observed = k <= accepted.to_numpy()[:, None]
+    labels = (k < accepted.to_numpy()[:, None])[observed]
+    odds, depth = (
+        np.log(confidences / (1 - confidences))[observed],
+        np.broadcast_to(np.sqrt(k), observed.shape),
+    )
+
+    def excess(drop: float) -> float:
+        """Of the likelihood's slope: zero at the likeliest drop."""
+        return float((depth[observed] * (labels - 1 / (1 + np.exp(-odds - drop * depth[observed])))).sum())
+
+    assert excess(0.25) > 0 > excess(0.35)
+    assert 0.25 < fit.fit(Figures(acceptance_length=3)).confidence_drop < 0.35
 
 
 def test_the_reported_figures_are_those_of_a_fresh_large_sample() -> None:

@@ -212,10 +212,11 @@ def test_no_rival_does_better_on_the_published_figures(batch: int) -> None:
 
 def test_oracles_bound_it_and_one_needs_probabilities_that_a_recorded_trace_lacks() -> None:
     names = "dcut-plus,oracle-survival,oracle"
-    tps = {r["policy"]: r["throughput_tps"] for r in replay(Config(policy=names, batch_sizes=[16]))}
-    assert tps["dcut-plus"] < tps["oracle-survival"] < tps["oracle"]
-    # The confidences of this trace hide part of the truth: nobody who sees only them comes nearer (README).
-    assert tps["dcut-plus"] > 0.93 * tps["oracle-survival"]
+    for batch in (4, 8, 16, 32, 64):
+        tps = {r["policy"]: r["throughput_tps"] for r in replay(Config(policy=names, batch_sizes=[batch]))}
+        # No causal policy beats the true probabilities by more than chance, 1 % in a run of this length
+        assert 0.98 <= tps["dcut-plus"] / tps["oracle-survival"] < 1.01
+        assert tps["oracle-survival"] < tps["oracle"]
     with pytest.raises(InputError, match="oracle-survival needs a trace with acceptance probabilities"):
         replay(Config("tiny-pair", "oracle-survival", batch_sizes=[8]))
 

@@ -145,6 +145,12 @@ def test_drafts_are_accepted_as_often_as_the_true_probabilities_say() -> None:
             assert accepted[within].mean() == pytest.approx(probs[within, draft].mean(), abs=error)
 
 
+def test_confidences_are_the_probabilities_less_their_drop() -> None:
+    process = AcceptanceProcess((1.0, 0.5, 0.0), 0.5, 0.5, 1.0, confidence_sd=0.0, confidence_drop=0.3)
+    accept, confidence = process.logits(stratified(100, 3))
+    assert accept - confidence == pytest.approx(np.tile([0.0, 0.3, 0.3 * np.sqrt(2)], (500, 1)))
+
+
 def test_every_domain_takes_an_equal_share_of_the_steps(h20: Trace) -> None:
     arrays = h20.arrays
     steps = dict.fromkeys(DOMAINS, 0)

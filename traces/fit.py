@@ -21,7 +21,12 @@ from traces.store import save, whole_directory
 
 # What is assumed where the figures leave it open, on the logit scale: the spreads between domains, steps,
 # slots and of the confidences (times or over e), and how much harder each further slot is (give or take).
-_SPREADS = np.log([0.5, 0.5, 1.5, 1.5])
+# No figure of a server tells noise in the confidences from chance in the acceptance, so what is assumed of
+# confidences comes from two recordings of small DFlash pairs (bench/knowable.py). There, all that a policy
+# may know adds 2 to 3 % (4 % at most) to what a draft's own confidence tells of its acceptance; a spread of
+# 0.2 hides 4 to 5 %. And confidences lie 0.29 * sqrt(k) (0.285 and 0.304) below the truth at draft k.
+_SPREADS = np.log([0.5, 0.5, 1.5, 0.2])
+_CONFIDENCE_DROP = 0.29
 _SLOPE_WIDTH = 0.1
 _SHARE_WIDTH = 0.01  # how closely a retention is met, against those assumptions
 _MOST_ITERATIONS = 20
@@ -252,7 +257,7 @@ def _centred(shape: np.ndarray, figures: Figures, draws: Draws) -> AcceptancePro
             return 1 + np.cumprod(expit(noise + centre), axis=1).sum(axis=1).mean() - figures.mean
 
         positions = _root(excess) + shape[-1] * np.arange(figures.draft_length)
-    return AcceptanceProcess(tuple(float(p) for p in positions), *spreads)
+    return AcceptanceProcess(tuple(float(p) for p in positions), *spreads, confidence_drop=_CONFIDENCE_DROP)
 
 
 def _position_logits(noise: np.ndarray, shares: tuple[float, ...]) -> list[float]:

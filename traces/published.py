@@ -33,10 +33,11 @@ class AcceptanceProcess:
     On the logit scale, for a step of domain d and its draft k, with independent standard normals z:
 
         probability[k] = position_logit[k] + domain_sd * score[d] + step_sd * z + slot_sd * z[k]
-        confidence[k]  = probability[k] + confidence_sd * z'[k]
+        confidence[k]  = probability[k] - confidence_drop * sqrt(k) + confidence_sd * z'[k]
 
     `probability` is conditional on all earlier drafts being accepted; score[d] are the normal scores of five
-    domains with equal shares of the steps. Steps are independent of each other.
+    domains with equal shares of the steps. Steps are independent of each other. A block drafter rates all
+    drafts at once, each without knowing that those before it hold, so its confidences fall behind with k.
     """
 
     position_logit: tuple[float, ...]  # [draft_length]
@@ -44,13 +45,15 @@ class AcceptanceProcess:
     step_sd: float
     slot_sd: float
     confidence_sd: float
+    confidence_drop: float = 0.0
 
     def logits(self, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
         """Logits of the acceptance probabilities and of the confidences, each [steps, draft_length]."""
         kind = draws.slot.dtype
         quality = self.domain_sd * _DOMAIN_SCORES.astype(kind)[draws.domain] + self.step_sd * draws.step
         accept = np.asarray(self.position_logit, kind) + quality[:, None] + self.slot_sd * draws.slot
-        return accept, accept + self.confidence_sd * draws.confidence
+        behind = self.confidence_drop * np.sqrt(np.arange(accept.shape[1], dtype=kind))
+        return accept, accept - behind + self.confidence_sd * draws.confidence
 
     def acceptance_lengths(self) -> np.ndarray:
         """Mean acceptance length (bonus token included) of each domain under full verification, [5]."""
