@@ -33,6 +33,7 @@ STEP = np.dtype(
         ("batch_size", np.int64),
         ("num_verify_tokens", np.int64),
         ("context_tokens", np.int64),
+        ("drafts", np.int64),  # asked of the drafter, a request
         ("draft_s", np.float64),
         ("verify_s", np.float64),
         ("step_s", np.float64),
@@ -74,18 +75,23 @@ class Run:
 
 
 def acceptance_lengths(trace: Trace) -> np.ndarray:
-    """Tokens a request and step of the whole trace if k drafts are verified, float64 [draft_length + 1]."""
+    """Tokens a request and step of the whole trace if k drafts are made and verified, float64 [D].
+
+    k drafts are those of the drafter of that width, else the first k of the widest.
+    """
     arrays = trace.arrays
     steps = np.zeros(trace.draft_length + 1, np.int64)
-    _count_steps(arrays.first_row, arrays.output_tokens, arrays.num_accepted, steps)
+    _count_steps(arrays.first_row, arrays.output_tokens, arrays.num_accepted, 0, steps)
+    for width, drafts in arrays.narrower.items():
+        _count_steps(arrays.first_row, arrays.output_tokens, drafts.num_accepted, width, steps[: width + 1])
     return (arrays.output_tokens - 1).sum() / np.maximum(steps, 1)
 
 
-def _visible(anchors: Anchors, policy: BudgetPolicy) -> np.ndarray:
-    """What the policy sees of every anchor as its confidences, float32 [rows, draft_length]."""
+def _visible(anchors: Anchors, width: int, policy: BudgetPolicy) -> np.ndarray:
+    """What the policy sees as the confidences of every anchor's `width` drafts, float32 [rows, width up]."""
+    drafts = anchors.drafts(width)
     if policy.sees == "num_accepted":
-        drafts = np.arange(anchors.confidences.shape[1])
-        return (drafts < anchors.num_accepted[:, None]).astype(np.float32)
+        return (np.arange(drafts.confidences.shape[1]) < drafts.num_accepted[:, None]).astype(np.float32)
     if policy.sees == "accept_probs":
         if anchors.accept_probs is None:
             raise InputError(
@@ -93,7 +99,7 @@ def _visible(anchors: Anchors, policy: BudgetPolicy) -> np.ndarray:
                 "use oracle on this one"
             )
         return anchors.accept_probs
-    return anchors.confidences
+    return drafts.confidences
 
 
 class Engine:
@@ -127,8 +133,13 @@ class Engine:
         policy = policy.tuned(lambda: acceptance_lengths(trace), cost).start()
         self.policy, self.cost, self.batch_size, self.order = policy, cost, batch_size, order
         self.draft_length = trace.draft_length
-        self.acceptable = arrays.num_accepted.astype(np.int16)  # small, so that it stays in the cache
-        self.visible = _visible(arrays, policy)
+        # By the drafters' widths: what is accepted (small, so that it stays in the cache), and what is seen
+        self.recorded = {
+            width: (arrays.drafts(width).num_accepted.astype(np.int16), _visible(arrays, width, policy))
+            for width in (trace.draft_length, *arrays.narrower)
+        }
+        self.acceptable, self.visible = self.recorded[trace.draft_length]  # in this step
+        self.drafts = 0  # asked for in this step, a request
         # Of the last steps that drafted, a ring: the confidences of each request of the run
         lag = max(decision_lag, policy.lag)
         self.history = np.ones((lag, len(order) if lag else 0, self.draft_length), np.float32)
@@ -215,6 +226,10 @@ class Engine:
         """The drafter's confidences, float32 [batch, drafts asked for], and the total length of contexts."""
         batch = len(self.batch)
         key = batch, self.width(batch)
+        self.drafts = key[1]
+        if len(self.recorded) > 1:
+            widest = self.recorded[self.draft_length]
+            self.acceptable, self.visible = self.recorded.get(self.drafts, widest)
         confidences = self._drafts.get(key)
         if confidences is None:
             confidences = self._drafts[key] = np.empty(key, np.float32)
@@ -300,6 +315,7 @@ class Engine:
             self.steps,
             self.num_steps,
             start_s,
+            self.drafts,
             draft_s,
             verify_s,
             context_tokens,
@@ -319,10 +335,11 @@ class Engine:
 
 @compiled
 def _count_steps(
-    first_row: np.ndarray, output_tokens: np.ndarray, num_accepted: np.ndarray, steps: np.ndarray
+    first_row: np.ndarray, output_tokens: np.ndarray, num_accepted: np.ndarray, fewest: int, steps: np.ndarray
 ) -> None:
-    """Fill steps[k]: how many the trace's requests take together when k drafts are verified."""
-    for k in range(len(steps)):
+    """Fill steps[k] from k = fewest on: how many the trace's requests take together if k are verified."""
+    for k in range(fewest, len(steps)):
+        steps[k] = 0
         for r in range(len(first_row)):
             at = 0
             while at < output_tokens[r] - 1:
@@ -379,6 +396,7 @@ def _emit(
     steps: np.ndarray,
     step: int,
     start_s: float,
+    drafts: int,
     draft_s: float,
     verify_s: float,
     context_tokens: int,
@@ -416,6 +434,7 @@ def _emit(
     record.batch_size = len(slots)
     record.num_verify_tokens = num_verify_tokens
     record.context_tokens = context_tokens
+    record.drafts = drafts
     record.draft_s = draft_s
     record.verify_s = verify_s
     record.step_s = step_s

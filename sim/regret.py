@@ -131,10 +131,14 @@ class Regrets:
         """The trace with its confidences calibrated, by hindsight."""
         if self._honest is None:
             arrays = self.trace.arrays
-            calibration = fit_isotonic(arrays.confidences, arrays.num_accepted)
-            honest = calibration.probabilities(arrays.confidences).astype(np.float32)
-            column = pl.Series("confidences", honest, dtype=pl.Array(pl.Float32, honest.shape[1]))
-            self._honest = replace(self.trace, anchors=self.trace.anchors.with_columns(column))
+            drafters = {"confidences": arrays.drafts(self.trace.draft_length)}
+            drafters |= {f"confidences_{width}": drafts for width, drafts in arrays.narrower.items()}
+            columns = []
+            for name, (accepted, confidences) in drafters.items():
+                calibration = fit_isotonic(confidences, accepted)
+                honest = calibration.probabilities(confidences).astype(np.float32)
+                columns.append(pl.Series(name, honest, dtype=pl.Array(pl.Float32, honest.shape[1])))
+            self._honest = replace(self.trace, anchors=self.trace.anchors.with_columns(columns))
         return self._honest
 
     def _run(self, trace: Trace, policy: BudgetPolicy, lag: int) -> Run:
@@ -152,7 +156,11 @@ def _account(trace: Trace, cost: CostTable, order: np.ndarray, run: Run, rate: f
     assert made is not None
     request = order[made["request"]]
     left = arrays.output_tokens[request] - 1 - made["position"]
-    possible = np.minimum(arrays.num_accepted[arrays.first_row[request] + made["position"]], left - 1)
+    row, drafts = arrays.first_row[request] + made["position"], steps["drafts"][made["step"]]
+    possible = arrays.num_accepted[row]
+    for width, narrow in arrays.narrower.items():
+        possible = np.where(drafts == width, narrow.num_accepted[row], possible)
+    possible = np.minimum(possible, left - 1)
     taken = np.minimum(possible, made["keep_depth"])
     num_possible = np.bincount(made["step"], possible, minlength=len(steps)).astype(np.int64)
     num_taken = np.bincount(made["step"], taken, minlength=len(steps)).astype(np.int64)
@@ -163,7 +171,7 @@ def _account(trace: Trace, cost: CostTable, order: np.ndarray, run: Run, rate: f
         stairs, smooth = _curves(cost, batch, trace.draft_length)
         drafted = verified > batch or step["draft_s"] > 0
         draft_s, plain_s = (
-            cost.draft_seconds(batch, extrapolate=True),
+            cost.draft_seconds(batch, extrapolate=True, drafts=int(step["drafts"]) or None),
             cost.plain_seconds(batch, extrapolate=True),
         )
         few, many = num_taken[at], num_possible[at]

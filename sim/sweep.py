@@ -241,7 +241,8 @@ def _about(config: Config, grid: Sequence[Cell]) -> dict[str, Any]:
             del rest[name]
     arrays = trace.arrays
     drafts = hashlib.sha256(arrays.confidences.tobytes())
-    for part in (arrays.num_accepted, arrays.prompt_tokens, arrays.output_tokens):
+    narrower = [part for drafts in arrays.narrower.values() for part in drafts]
+    for part in (arrays.num_accepted, arrays.prompt_tokens, arrays.output_tokens, *narrower):
         drafts.update(part.tobytes())
     prices_of = hashlib.sha256(json.dumps(cost.to_dict()).encode())
     return {"kind": "sweep", "trace": drafts.hexdigest(), "cost": prices_of.hexdigest(), **rest}

@@ -1,8 +1,9 @@
 """The nouns of a recorded run: the columns of its tables, and Trace, which holds them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -44,12 +45,14 @@ DECISIONS = {
 }
 
 
-def anchors_schema(draft_length: int, sampled: bool) -> dict[str, Any]:
+def anchors_schema(draft_length: int, sampled: bool, narrower: Iterable[int] = ()) -> dict[str, Any]:
     """Columns of anchors.parquet: one row an output position from which a draft was made.
 
     `num_accepted` is what full verification accepts there, so a step that keeps n drafts accepts
     min(num_accepted, n). `accept_probs[k]`, present when sampled or generated, is the true probability that
     draft k is accepted given that all before it are; num_accepted is one draw of it.
+    narrower: the widths of further drafters of the same target (traces/merge.py), which drafted from the same
+    positions; `num_accepted_7` and `confidences_7` are those of one that drafts 7 tokens.
     """
     row = pl.Array(pl.Float32, draft_length)
     columns = {
@@ -59,7 +62,16 @@ def anchors_schema(draft_length: int, sampled: bool) -> dict[str, Any]:
         "num_accepted": pl.Int64,
         "confidences": row,
     }
+    for width in narrower:
+        columns |= {f"num_accepted_{width}": pl.Int64, f"confidences_{width}": pl.Array(pl.Float32, width)}
     return columns | ({"accept_probs": row} if sampled else {})
+
+
+class Drafts(NamedTuple):
+    """What one drafter proposed at every anchor."""
+
+    num_accepted: np.ndarray  # int64 [rows]
+    confidences: np.ndarray  # float32 [rows, width], C order
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,11 @@ class Anchors:
     num_accepted: np.ndarray  # int64 [rows]
     confidences: np.ndarray  # float32 [rows, draft_length], C order
     accept_probs: np.ndarray | None  # float32 [rows, draft_length]
+    narrower: dict[int, Drafts] = field(default_factory=dict)  # by width: of drafters with their own drafts
+
+    def drafts(self, width: int) -> Drafts:
+        """What was recorded for `width` drafts: by the drafter of that width, else by the widest."""
+        return self.narrower.get(width) or Drafts(self.num_accepted, self.confidences)
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,11 @@ class Trace:
         """Drafts proposed for each request and step, D - 1."""
         return int(self.meta["draft_length"])
 
+    @property
+    def narrower(self) -> tuple[int, ...]:
+        """Widths of the further drafters that the anchors hold, rising."""
+        return tuple(self.meta.get("narrower", ()))
+
     @cached_property
     def arrays(self) -> Anchors:
         """The anchors as arrays, in the order of `requests`."""
@@ -112,4 +134,11 @@ class Trace:
             num_accepted=anchors["num_accepted"].to_numpy(),
             confidences=np.ascontiguousarray(anchors["confidences"].to_numpy(), dtype=np.float32),
             accept_probs=None if probs is None else np.ascontiguousarray(probs, dtype=np.float32),
+            narrower={
+                width: Drafts(
+                    anchors[f"num_accepted_{width}"].to_numpy(),
+                    np.ascontiguousarray(anchors[f"confidences_{width}"].to_numpy(), dtype=np.float32),
+                )
+                for width in self.narrower
+            },
         )
