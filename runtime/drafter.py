@@ -270,10 +270,8 @@ class HeadDrafter(_ModelDrafter):
 
     @torch.inference_mode()
     def _take_in(self, seen: Seen) -> None:
-        order = np.lexsort((seen.positions, seen.slots))
+        order, rows = _by_request(seen)
         seen = seen.take(order)
-        _, first, counts = np.unique(seen.slots, return_index=True, return_counts=True)
-        rows = Rows.of(seen.slots[first], seen.positions[first], counts)
         state = self.model.fuse(seen.hidden, seen.features)
         out = self._run(seen.next_tokens, state, rows)
         self.states[self._ids(seen.slots), self._ids(seen.positions)] = out
@@ -311,16 +309,9 @@ class ModelDrafter(_ModelDrafter):
 
     model: CausalLM
 
-    def __init__(
-        self, model: CausalLM, target: CausalLM, draft_length: int, num_slots: int, max_tokens: int
-    ) -> None:
-        super().__init__(model, target, draft_length, num_slots, max_tokens)
-
     @torch.inference_mode()
     def _take_in(self, seen: Seen) -> None:
-        order = np.lexsort((seen.positions, seen.slots))
-        slots, first, counts = np.unique(seen.slots[order], return_index=True, return_counts=True)
-        rows = Rows.of(slots, seen.positions[order][first], counts)
+        order, rows = _by_request(seen)
         self._run(seen.tokens[order], rows)
 
     def _run(self, tokens: np.ndarray, rows: Rows) -> Tensor:
@@ -403,6 +394,13 @@ class NGramDrafter:
                 start = found[-1] + match
                 return match, text[start : start + width]
         return 0, text[:0]
+
+
+def _by_request(seen: Seen) -> tuple[np.ndarray, Rows]:
+    """The order that puts each request's tokens together and in sequence, and the rows that they then are."""
+    order = np.lexsort((seen.positions, seen.slots))
+    slots, first, counts = np.unique(seen.slots[order], return_index=True, return_counts=True)
+    return order, Rows.of(slots, seen.positions[order[first]], counts)
 
 
 def propose(
