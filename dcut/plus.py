@@ -336,6 +336,8 @@ class Plus(BudgetPolicy):
             if table is not cost or version != clock.version:
                 seconds = budgets.seconds * clock.factor[budgets.bins]
                 self._prices[batch, drafts] = cost, clock.version, seconds
+            if cost.context_pair_s:
+                seconds = seconds + cost.context_seconds(batch, context_tokens, batch + budgets.drafts)
             price = size.best * batch / (self._plain_s * size.plain_factor)
             stretch = clock.stretch()
         recent = _NOTHING if stale is None else self._remembered(stale, calibration)

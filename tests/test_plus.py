@@ -101,14 +101,16 @@ def test_the_first_choice_is_the_best_of_all_budgets_and_keeps_the_best_drafts(s
     batch = int(rng.integers(1, 40))
     confidences = rng.beta(rng.uniform(0.5, 4), 0.7, (batch, 15)).astype(np.float32)
     cost = staircase() if seed % 2 else line(a_token=0.2)
-    chosen = Plus().select(confidences, cost)
+    cost, context = replace(cost, context_pair_s=1e-7), 3000 * batch if seed % 3 else 0
+    chosen = Plus().select(confidences, cost, context)
     worth = np.cumprod(confidences, axis=1, dtype=float)
-    price = FIRST_GAIN * batch / cost.plain_seconds(batch)
+    price = FIRST_GAIN * batch / cost.plain_seconds(batch, context)
     ranked = np.concatenate(([0.0], np.cumsum(np.sort(worth.ravel())[::-1])))
-    values = [w - price * cost.seconds(batch, batch + k, extrapolate=True) for k, w in enumerate(ranked)]
+    seconds = [cost.seconds(batch, batch + k, context, extrapolate=True) for k in range(len(ranked))]
+    values = ranked - price * np.array(seconds)
     kept = np.arange(15) < chosen.keep_depth[:, None]
-    value = worth[kept].sum() - price * cost.seconds(batch, chosen.num_verify_tokens, extrapolate=True)
-    assert value >= max(values) - 0.01 * batch
+    value = worth[kept].sum() - price * seconds[chosen.num_verify_tokens - batch]
+    assert value >= values.max() - 0.01 * batch
     assert worth[kept].min(initial=1.0) >= worth[~kept].max(initial=0.0) - 0.02
     assert chosen.expected_tokens == pytest.approx(batch + worth[kept].sum(), rel=0.01)
 
