@@ -15,7 +15,12 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
-$(VENV)/.stamp-dev: $(VENV)/.stamp
+# The live engine besides, with torch.
+$(VENV)/.stamp-runtime: $(VENV)/.stamp
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[runtime]'
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-runtime
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,runtime]'
 	touch $@
 
@@ -27,9 +32,13 @@ $(VLLM)/.stamp: pyproject.toml constraints.txt runtime/vllm/requirements-cpu.txt
 	$(VLLM)/bin/pip install -q --disable-pip-version-check -c runtime/vllm/requirements-cpu.txt -e . hypothesis pytest
 	touch $@
 
-demo: $(VENV)/.stamp
+# A real run of the built-in pair, recorded, then served live under three policies: each beside its replay.
+demo: $(VENV)/.stamp-runtime
+	rm -rf $(OUT)/trace $(OUT)/live
+	$(BIN)/python -m dcut.record --out $(OUT)/trace --requests 48 --max-tokens 96 --profile-s 8 --cpu-time
+	$(BIN)/python bench/live.py --trace $(OUT)/trace --policy off,full,dcut --batch-size 4,16 --out $(OUT)/live
 	$(BIN)/python -m sim.replay --trace h20-qwen3-8b --policy off,full,ratio:0.75,ratio:0.5,dcut --batch-size 4,8,16,32,64 --out $(OUT)/replay
-	$(BIN)/python -m analysis.report $(OUT)/replay --out $(OUT)/report.html
+	$(BIN)/python -m analysis.report $(OUT)/replay --live $(OUT)/live --trace $(OUT)/trace --out $(OUT)/report.html
 
 test: lint test-vllm
 	$(BIN)/python -m pytest -m "not slow"

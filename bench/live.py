@@ -11,6 +11,7 @@ prompts, `python -m sim.validate --trace DIR --live OUT` afterwards compares eac
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from runtime.recorder import Log, describe, read_prompts, settle, write_live
 from runtime.text import Codec
 from runtime.verifier import open_pair
 from sim.engine import STEADY
+from sim.replay import parse_batch_sizes
 from sim.results import run_name
 from traces.store import open_trace
 
@@ -43,6 +45,18 @@ def figures(steps: pl.DataFrame, batch_size: int) -> dict[str, float]:
         "step_ms": 1e3 * step_s / len(steady),
         "own": 1 - models_s / step_s,
     }
+
+
+def warm_up(engine: Engine, asked: Sequence[Request]) -> None:
+    """A few steps of a full batch, so that none that counts has anything to compile."""
+    some = asked[: engine.max_batch_size]
+    for request in some:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    for request in some:
+        engine.cancel(request.request_id)
+    engine.admit()
 
 
 def main() -> None:
@@ -62,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     clock = time.perf_counter if args.wall else time.thread_time
-    sizes = [int(size) for size in args.batch_size.split(",")]
+    sizes = parse_batch_sizes(args.batch_size)
     prompts = read_prompts(args.prompts, Codec.load(Path(args.target)))
     trace = open_trace(args.trace) if args.trace else None
     context = round(float(np.mean([len(prompt.tokens) for prompt in prompts])) + args.max_tokens / 3)
@@ -83,6 +97,8 @@ def main() -> None:
         count = min(args.requests or max(24, 4 * size), len(prompts))
         asked = [(Request(i, p.tokens, args.max_tokens), p.domain) for i, p in enumerate(prompts[:count])]
         runs: dict[str, tuple[Engine, Log, Drift]] = {}
+        for policy in policies.values():
+            warm_up(Engine(verifier, drafter, policy, cost, size), [request for request, _ in asked])
         for turn, (name, policy) in enumerate(policies.items()):
             engine = Engine(verifier, drafter, policy, cost, size, clock=clock)
             engine.free_slots = list(range(turn * size, (turn + 1) * size))
