@@ -1,6 +1,5 @@
 """The command that turns results directories into one page of pictures."""
 
-import argparse
 import os
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from analysis import page
 from analysis.figures import FIGURES, LIVE, UNDER_TRAFFIC, Story, counted, headlines, several, share
 from analysis.results import load
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from sim.validate import Comparison, compare, read_live
 from traces.store import open_trace
 
@@ -151,7 +150,7 @@ def _write(files: dict[Path, bytes]) -> None:
 
 def main() -> None:
     """Parse the command line, write the report, say where it is."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m analysis.report", description="Turn results directories into one page of pictures."
     )
     parser.add_argument(

@@ -8,7 +8,6 @@ taken from the trace of --trace (acceptance of published figures) while both mod
 cost.csv (kind, batch_size, num_verify_tokens, step_s; what `CostTable.load` reads), cost.json, and runs.csv.
 """
 
-import argparse
 import csv
 import json
 import sys
@@ -24,7 +23,7 @@ from torch import nn
 from tqdm import tqdm
 
 from dcut.cost import CostTable
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import parse_policies
 from runtime.drafter import DFlashDrafter, Drafts
 from runtime.engine import Engine, Request, Step, Verified
@@ -103,9 +102,7 @@ def build(kind: Any, config: ModelConfig, device: str) -> Any:
 
 def main() -> None:
     """Profile, run every policy at every batch size, write the tables."""
-    parser = argparse.ArgumentParser(
-        description="Cost of a Qwen3-8B-shaped pair on a GPU, and what policies bring."
-    )
+    parser = Parser(description="Cost of a Qwen3-8B-shaped pair on a GPU, and what policies bring.")
     parser.add_argument("--out", default="out/gpu", metavar="DIR")
     parser.add_argument("--trace", default="h20-qwen3-8b", help="drafts and acceptance (%(default)s)")
     parser.add_argument("--policy", default="off,full,ratio:0.5,dcut")

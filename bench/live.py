@@ -8,7 +8,6 @@ CPU seconds of one thread unless --wall. Prefills are not counted. With --trace,
 prompts, `python -m sim.validate --trace DIR --live OUT` afterwards compares each run with its replay.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import polars as pl
 import torch
 from tqdm import tqdm
 
-from dcut.errors import guard
+from dcut.errors import Parser, guard
 from dcut.policies import parse_policies
 from runtime.engine import Engine, Request
 from runtime.pair import weights
@@ -61,7 +60,7 @@ def warm_up(engine: Engine, asked: Sequence[Request]) -> None:
 
 def main() -> None:
     """Run every policy at every batch size, and compare."""
-    parser = argparse.ArgumentParser(description="Live throughput of policies side by side.")
+    parser = Parser(description="Live throughput of policies side by side.")
     parser.add_argument("--target", default=str(weights.HERE / "weights/target"), metavar="DIR")
     parser.add_argument("--drafter", default=str(weights.HERE / "weights/dflash16"), metavar="DIR")
     parser.add_argument("--prompts", default=str(weights.PROMPTS), metavar="FILE")

@@ -6,14 +6,13 @@ The dense pass is not part of it: it runs between steps, and the log's clock sta
 Times are CPU seconds of one thread.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from dcut.errors import guard
+from dcut.errors import Parser, guard
 from dcut.policies import Full
 from runtime.engine import Engine, Request
 from runtime.pair import weights
@@ -24,7 +23,7 @@ from runtime.verifier import open_pair
 
 def main() -> None:
     """Serve under full verification at a few batch sizes and print the recorder's share."""
-    parser = argparse.ArgumentParser(description="What recording adds to a step.")
+    parser = Parser(description="What recording adds to a step.")
     parser.add_argument("--target", default=str(weights.HERE / "weights/target"), metavar="DIR")
     parser.add_argument("--drafter", default=str(weights.HERE / "weights/dflash16"), metavar="DIR")
     parser.add_argument("--prompts", default=str(weights.PROMPTS), metavar="FILE")

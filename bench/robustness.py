@@ -21,6 +21,7 @@ from tqdm import tqdm
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from dcut.cost import CostTable
+from dcut.errors import Parser, guard
 from dcut.policies import parse_policy
 from sim.arrivals import request_order
 from sim.engine import Engine, acceptance_lengths
@@ -142,9 +143,7 @@ def compare(names: Iterable[str], run: Callable[[str], float]) -> tuple[float, s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default="h20-qwen3-8b", help="default %(default)s")
     parser.add_argument("--batch-size", default="4,16,64", help="default %(default)s")
     args = parser.parse_args()
@@ -174,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

@@ -28,6 +28,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from dcut.errors import Parser, guard
 from runtime.pair import weights
 
 
@@ -168,9 +169,7 @@ def report(name: str, outcomes: Sequence[Outcome], taken_s: float, metrics: str)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server that runs already (default: start one)")
     parser.add_argument("--policy", default="dcut", help="of the servers to start (default: %(default)s)")
     parser.add_argument("--server-options", default="", help='further options, such as "--max-batch-size 8"')
@@ -198,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

@@ -1,11 +1,13 @@
 """The one error type that a person is meant to read, and the guard that prints it as one line."""
 
+import argparse
 import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class InputError(ValueError):
@@ -14,6 +16,13 @@ class InputError(ValueError):
 
 class Stopped(KeyboardInterrupt):
     """The process was told to end (SIGTERM, SIGHUP); it tidies up as on Ctrl-C. Its argument: the signal."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line that refuses what it cannot read as all input is refused: in one line, no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see --help)")
 
 
 def guard(main: Callable[[], None]) -> int:

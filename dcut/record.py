@@ -1,10 +1,9 @@
 """The command that records a real run as a trace, for replays to start from."""
 
-import argparse
 import sys
 from dataclasses import dataclass
 
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Config:
 def main() -> None:
     """Parse the command line, record, say what was recorded."""
     default = Config(out="")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m dcut.record", description="Record a real run of a target and a drafter as a trace."
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="where the trace goes")

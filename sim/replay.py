@@ -13,7 +13,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from dcut.cost import CostTable
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import POLICIES, Off, parse_policies
 from sim import arrivals, load, results
 from sim.arrivals import request_order, whole_number
@@ -184,7 +184,7 @@ def parse_batch_sizes(text: str) -> list[int]:
 def main() -> None:
     """Parse the command line, replay, print."""
     default = Config()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sim.replay",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=describe_policies(),

@@ -1,6 +1,5 @@
 """The command that replays a grid of policies, loads and seeds on every core, or on a Ray cluster."""
 
-import argparse
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ from scipy.special import stdtrit
 from tqdm import tqdm
 
 from dcut.cost import CostTable
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import parse_policies, parse_policy
 from sim import arrivals, load, results
 from sim.arrivals import open_traffic, request_order, whole_number
@@ -356,7 +355,7 @@ def _rates(text: str) -> list[float]:
 def main() -> None:
     """Parse the command line, sweep, print."""
     default = Config("")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sim.sweep",
         conflict_handler="resolve",  # --rate is a list here
         description="Replay a trace under a grid of policies, batch sizes or rates of traffic, and seeds. "

@@ -1,6 +1,5 @@
 """The command that tells whether a replay is true: the same run, live and simulated, decision by decision."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import polars as pl
 from tqdm import tqdm
 
 from dcut.cost import CostTable
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import parse_policy
 from dcut.selector import Selection
 from sim import results, serverlog
@@ -264,7 +263,7 @@ def validate_log(path: str, plot_path: str, cost_path: str | None = None) -> int
 
 def main() -> None:
     """Parse the command line, compare, print and plot; exit code 1 where a server's log is not met."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sim.validate",
         description="Compare live runs with replays of the same runs, or a server's log with a prediction.",
     )

@@ -44,6 +44,40 @@ def test_an_expected_end_is_one_line_and_a_code(body: str, code: int, line: str)
     assert (done.returncode, done.stderr) == (code, line)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--count", "many"], "error: argument --count: invalid int value: 'many' (see --help)\n"),
+        (["--cuont", "3"], "error: unrecognized arguments: --cuont 3 (see --help)\n"),
+        ([], ""),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_refused_in_one_line(words: list[str], line: str) -> None:
+    body = "p = Parser(); p.add_argument('--count', type=int); p.parse_args()"
+    program = (
+        f"import sys\nfrom dcut.errors import Parser, guard\ndef main():\n    {body}\nsys.exit(guard(main))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (2 if line else 0, "", line)
+
+
+COMMANDS = [
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    for room in ("dcut", "traces", "sim", "analysis")
+    for path in sorted((ROOT / room).rglob("*.py"))
+    if "__main__" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_command_refuses_an_unknown_option_in_one_line(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--no-such-option=1"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: ")
+
+
 def test_an_unexpected_error_keeps_its_traceback() -> None:
     done = run("raise AssertionError('a bug')")
     assert done.returncode == 1

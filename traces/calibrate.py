@@ -20,7 +20,7 @@ from dcut.calibration import (
     fit_isotonic,
     fit_temperatures,
 )
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from traces.schema import Trace
 from traces.store import open_trace, whole_directory
 
@@ -177,7 +177,7 @@ def _print(verdicts: list[Verdict]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m traces.calibrate",
         description="Fit calibrations of a drafter's confidences to a trace: per-position isotonic curves, "
         "sequential temperatures, and the online one as it stands after "

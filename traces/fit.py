@@ -13,7 +13,7 @@ from scipy.special import expit
 from tqdm import tqdm
 
 from dcut.cost import CostTable
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import Ratio
 from traces.published import DOMAINS, MEAN_STEPS, AcceptanceProcess, Draws, generate, stratified
 from traces.schema import Trace
@@ -300,7 +300,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m traces.fit",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Make a trace from a server's metrics: fit a random process of accepted drafts and\n"

@@ -1,13 +1,12 @@
 """Command: join recordings of the same requests with drafters of different width into one trace."""
 
-import argparse
 import sys
 from dataclasses import replace
 
 import numpy as np
 
 from dcut.cost import CostTable
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 from traces.schema import Trace
 from traces.store import open_trace, save
 
@@ -77,7 +76,7 @@ def _costs(wide: CostTable | None, narrow: CostTable | None, width: int) -> Cost
 
 def main() -> None:
     """Parse the command line, join, write."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m traces.merge",
         description="Join recordings of the same requests with drafters of different width, so that a replay "
         "can choose the width: each is recorded as usual (python -m dcut.record), at temperature 0.",

@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from dcut.errors import InputError, guard
+from dcut.errors import InputError, Parser, guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Config:
 def main() -> None:
     """Parse the command line and serve until told to end."""
     default = Config(api_key=os.environ.get("DCUT_API_KEY"))
-    both = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    both = Parser(add_help=False, allow_abbrev=False)
     both.add_argument(
         "--engine", choices=("torch", "vllm"), default="torch", help="our own, or vLLM's (%(default)s)"
     )
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _serve_vllm(both: argparse.ArgumentParser) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m dcut.runtime.serve --engine vllm",
         usage="%(prog)s [MODEL] [options of this command or of `vllm serve`]",
         description="Serve a model with vLLM, verifying as a policy decides.",
@@ -77,7 +77,7 @@ def _serve_vllm(both: argparse.ArgumentParser) -> None:
 
 
 def _serve(both: argparse.ArgumentParser, default: Config) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m dcut.runtime.serve",
         description="Serve a target with its drafter over the OpenAI API, verifying as a policy decides.",
         parents=[both],
