@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.models import qwen3_dflash
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
@@ -68,6 +70,7 @@ class Worker(_Worker):
         super().load_model(**named)
         if current_platform.is_cpu():
             rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+            qwen3_dflash.DFlashQwen3Model._normalize_context_k = normalize_context_k
         speculative = self.vllm_config.speculative_config
         self.dcut = Pruner(Full(), speculative.num_speculative_tokens)  # until costs are known, see start
         if self.is_driver_worker and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -296,3 +299,14 @@ def expand_batch_to_tokens(
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     expanded = x.repeat_interleave(counts, output_size=num_tokens)
     return expanded.masked_fill(expanded == replace_from, replace_to)
+
+
+def normalize_context_k(drafter: Any, keys: torch.Tensor) -> torch.Tensor:
+    """The DFlash drafter's method of this name, keys [layers, tokens, heads, dim], each layer by its weights.
+
+    vLLM 0.32 norms all layers in one call, whose kernel for CPUs takes the first layer's weights for all.
+    """
+    normed = torch.empty_like(keys)
+    for out, layer, weight in zip(normed, keys, drafter._k_norm_weights, strict=True):
+        ops.rms_norm(out, layer, weight, drafter._rms_norm_eps)
+    return normed
