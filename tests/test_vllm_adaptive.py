@@ -617,7 +617,9 @@ def test_ranks_agree_on_the_budget_that_the_first_decides(
 
 def config(adaptive_verification: bool = True) -> Any:
     """Of vLLM, as far as it matters here."""
-    speculative = SimpleNamespace(enable_adaptive_verification=adaptive_verification)
+    speculative = SimpleNamespace(
+        enable_adaptive_verification=adaptive_verification, num_speculative_tokens=WIDTH
+    )
     return SimpleNamespace(speculative_config=speculative, max_concurrent_batches=2)
 
 
@@ -660,6 +662,7 @@ def test_installed_vllm_makes_the_steered_manager_and_is_still_known(
         ("full", config(False), '"enable_adaptive_verification": true'),
         ("full", SimpleNamespace(speculative_config=None), '"enable_adaptive_verification": true'),
         ("oracle", config(), "only a replay can run it"),
+        ("dsd", config(), "dsd needs a table, such as"),
     ],
 )
 def test_what_cannot_be_steered_is_refused(policy: str, configured: Any, message: str) -> None:

@@ -37,6 +37,7 @@ from dcut.errors import InputError
 from dcut.protocol import BudgetPolicy, UniformPolicy
 from dcut.rivals import keep_best
 from runtime.chooser import Chooser
+from runtime.vllm.pruner import rehearse
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.adaptive_verification"
 _MANAGER = "AdaptiveVerificationManager"
@@ -55,15 +56,16 @@ def install(policy: BudgetPolicy, vllm_config: Any) -> None:
 
 
 def check(policy: BudgetPolicy, vllm_config: Any) -> None:
-    """Raise InputError unless `install` can work: for an oracle, without vLLM's adaptive verification in the
-    configuration, and where vLLM's module is not as expected."""
-    Chooser(policy)
+    """Raise InputError unless `install` can work: for an oracle or a policy that cannot decide, without
+    vLLM's adaptive verification in the configuration, and where vLLM's module is not as expected."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.enable_adaptive_verification:
         raise InputError(
             "vLLM's asynchronous runner takes a budget only with adaptive verification: add "
-            '"enable_adaptive_verification": true to --speculative-config, or give --no-async-scheduling'
+            '"enable_adaptive_verification": true to --speculative-config, or let dcut use the V1 runner'
         )
+    any_times = Prices(np.ones(3), 1.0 + np.arange(100), 0)
+    rehearse(policy, speculative.num_speculative_tokens, any_times.decoding)
     _adaptive_verification()
 
 
@@ -377,7 +379,7 @@ def _adaptive_verification() -> ModuleType:
             return module
     raise InputError(
         f"vLLM {version} has {'; '.join(found)}: its asynchronous runner takes our budgets as of vLLM 0.32; "
-        "install that, or give --no-async-scheduling and leave enable_adaptive_verification out"
+        "install that, or leave enable_adaptive_verification out, so that dcut uses the V1 runner"
     )
 
 
