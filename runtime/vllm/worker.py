@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm import _custom_ops as ops
+import vllm._custom_ops as ops
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models import qwen3_dflash
 from vllm.platforms import current_platform
