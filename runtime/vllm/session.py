@@ -22,6 +22,7 @@ from dcut.policies import BudgetPolicy
 from runtime.engine import Request, Step
 from runtime.models import read_config
 from runtime.profiler import Profile
+from runtime.vllm.plugin import register
 from runtime.vllm.profiler import Profiling
 from runtime.vllm.pruner import Pruner
 from runtime.vllm.speculation import speculation
@@ -39,7 +40,7 @@ class Session:
     def __init__(
         self,
         target: str | Path,
-        drafter: str | Path,
+        drafter: str | Path | None,
         max_batch_size: int,
         max_context: int,
         dtype: str | None = None,
@@ -47,14 +48,15 @@ class Session:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """max_context: tokens of a prompt and its output. dtype: float32 on a CPU, else bfloat16.
+        """drafter: None for plain decoding, in a worker of vLLM's own, which has no Pruner.
 
+        max_context: tokens of a prompt and its output. dtype: float32 on a CPU, else bfloat16.
         num_seqs: the most requests that `max_batch_size` may be set to. options: further ones of vLLM.
         Raises InputError where the models cannot be loaded or do not fit.
         """
         self.max_batch_size, self.max_context = max_batch_size, max_context
-        spec = speculation(drafter)
-        self.draft_length: int = spec["num_speculative_tokens"]
+        spec = None if drafter is None else speculation(drafter)
+        self.draft_length: int = spec["num_speculative_tokens"] if spec else 0
         needed = max_context + self.draft_length + 1
         longest = read_config(Path(target))["max_position_embeddings"]
         if needed > longest:
@@ -71,12 +73,13 @@ class Session:
             enforce_eager=on_cpu,
             enable_prefix_caching=False,  # a step costs what its prompts cost, as in a replay
             speculative_config=spec,
-            additional_config={"dcut": {"policy": "full", "profile_s": 0}},
+            additional_config={"dcut": {"policy": "full", "profile_s": 0}} if spec else {},
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=seed,
             **options,
         )
+        register()  # whether or not vLLM finds the plugin by its entry point
         self.engine = LLMEngine.from_engine_args(args)
         executor = self.engine.engine_core.engine_core.model_executor
         self.worker = executor.driver_worker.worker
@@ -123,7 +126,7 @@ class Session:
     def profile(self, budget_s: float) -> Profile:
         """Measure what steps cost, by the session's clock, and let the policy price them by that."""
         before, measured = self.policy, Profiling(self.engine.engine_core.engine_core).profile(budget_s)
-        self.policy, self.cost = before, measured.cost
+        self.cost, self.policy = measured.cost, before
         return measured
 
     def add(self, request: Request, only: int | None = None) -> None:
@@ -145,8 +148,7 @@ class Session:
     def step(self) -> Step | None:
         """Run the engine until a step of ours is complete; None where nothing waits or runs."""
         while self.busy:
-            while self.waiting and len(self.names) < self.max_batch_size:
-                self._hand_on(*self.waiting.popleft())
+            self.hand_on()
             self.engine.step()
             for step in self.pruner.take_steps():
                 for emission in step.emissions:
@@ -155,16 +157,20 @@ class Session:
                 return step
         return None
 
-    def _hand_on(self, request: Request, only: int | None) -> None:
-        stops = request.stop_token_ids
-        params = SamplingParams(
-            temperature=request.temperature,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-            ignore_eos=stops is not None,
-            stop_token_ids=list(stops or ()),
-            allowed_token_ids=None if only is None else [only],
-            output_kind=RequestOutputKind.DELTA,
-        )
-        prompt = {"prompt_token_ids": list(request.prompt)}
-        self.names[request.request_id] = self.engine.add_request(str(request.request_id), prompt, params)
+    def hand_on(self) -> None:
+        """Give the engine those that wait, as far as there is room."""
+        while self.waiting and len(self.names) < self.max_batch_size:
+            request, only = self.waiting.popleft()
+            stops = request.stop_token_ids
+            params = SamplingParams(
+                temperature=request.temperature,
+                max_tokens=request.max_tokens,
+                seed=request.seed,
+                ignore_eos=stops is not None,
+                stop_token_ids=list(stops or ()),
+                allowed_token_ids=None if only is None else [only],
+                output_kind=RequestOutputKind.DELTA,
+            )
+            prompt = {"prompt_token_ids": list(request.prompt)}
+            name = self.engine.add_request(str(request.request_id), prompt, params)
+            self.names[request.request_id] = name
