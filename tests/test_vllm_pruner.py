@@ -214,6 +214,7 @@ def test_additional_config_wins_over_the_environment() -> None:
     environment = {"DCUT_POLICY": "full", "DCUT_PROFILE_S": "5"}
     assert Options.read(None, environment) == Options("full", 5.0)
     assert Options.read({"dcut": {"policy": "dcut"}}, environment) == Options("dcut", 5.0)
+    assert Options.read({}, {"DCUT_POLICY": "dcut"}) == Options("dcut", 30.0)
     assert Options.read({"dcut": {"policy": "off", "profile_s": 0}}, {}) == Options("off", 0.0)
 
 

@@ -22,6 +22,7 @@ from dcut.policies import parse_policy
 from dcut.protocol import BudgetPolicy
 from dcut.selector import Selection
 from runtime.pair import weights
+from runtime.profiler import cache_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -58,6 +59,9 @@ def start(method: str | None = None, **options: Any) -> Any:
     """vLLM on the built-in target, in this process; a method: with that drafter and our worker."""
     from vllm import LLM
 
+    from runtime.vllm.plugin import let_vllm_scan_llvmlite
+
+    let_vllm_scan_llvmlite()  # without a policy the plugin leaves it alone
     if method:
         speculative = {"method": method, **METHODS[method]}
         if "model" in speculative:
@@ -243,8 +247,8 @@ def likeness(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> 
     table = np.array(
         [[c[key] for key in common] + [c.total() - sum(c[k] for k in common)] for c in (one, other)]
     )
-    _, p_value, _, _ = chi2_contingency(table[:, table.sum(0) > 0])
-    return float(p_value)
+    test: Any = chi2_contingency(table[:, table.sum(0) > 0])
+    return float(test.pvalue)
 
 
 @pytest.fixture(scope="module")
@@ -454,7 +458,8 @@ print(json.dumps([type(worker.dcut.policy).__name__, worker.dcut.cost.to_dict(),
     environment = os.environ | {
         "DCUT_POLICY": "dcut",
         "DCUT_PROFILE_S": "1",
-        "XDG_CACHE_HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),  # ours; vLLM's own holds what it knows of models, slow to find out
+        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(cache_directory().parents[1] / "vllm")),
     }
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True

@@ -55,11 +55,14 @@ class Options:
             raise InputError(
                 'no policy is named: set DCUT_POLICY, or give additional_config {"dcut": {"policy": ...}}'
             )
+        policy, given_s = str(found["policy"]), found.get("profile_s")
+        if given_s is None:
+            return cls(policy)
         try:
-            seconds = float(found.get("profile_s", cls.profile_s))
+            seconds = float(given_s)
         except (TypeError, ValueError) as error:
-            raise InputError(f"dcut profile_s {found['profile_s']!r} is not a number of seconds") from error
-        return cls(str(found["policy"]), seconds)
+            raise InputError(f"dcut profile_s {given_s!r} is not a number of seconds") from error
+        return cls(policy, seconds)
 
     @property
     def parsed(self) -> BudgetPolicy:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 from vllm.version import __version__
 
@@ -62,31 +64,29 @@ class Profiling:
         most = min(config.scheduler_config.max_num_seqs, LARGEST, fits // (self.context + self.room + 64))
         self.sizes = powers_of_two(max(1, most))[::-1]
         self.random = np.random.default_rng(0)
+        self.hasher = None
+        if config.cache_config.enable_prefix_caching:
+            function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(function)
+            self.hasher = get_request_block_hasher(self.scheduler.hash_block_size, function)
 
     def profile(self, budget_s: float) -> Profile:
         """Time every batch size under every policy, round after round, as `runtime.profiler.profile` does.
 
-        Prompts do not enter the prefix cache.
+        Leaves the prefix cache empty.
         """
-        blocks = self.scheduler.kv_cache_manager
-        caching, blocks.enable_caching = blocks.enable_caching, False
-        try:
-            return self._profile(budget_s)
-        finally:
-            blocks.enable_caching = caching
-
-    def _profile(self, budget_s: float) -> Profile:
         began = time.perf_counter()
+        largest, both = self.sizes[0], ["off", f"fixed:{self.draft_length}"]
+        shorter = _times(self.steps(largest, max(1, self.context // 4), both))
         steps: list[Step] = []
-        largest = self.sizes[0]
-        shorter = _times(
-            self.steps(largest, max(1, self.context // 4), ["off", f"fixed:{self.draft_length}"])
-        )
         num_rounds = 0
         while not num_rounds or (time.perf_counter() - began) * (1 + 1 / num_rounds) < budget_s:
             for size in self.sizes:
                 steps += self.steps(size, self.context, self.policies)
             num_rounds += 1
+        prefills = [s.prefill_s / s.prefill_tokens for s in steps if not len(s.request_id)]
+        steps = [s for s in steps if len(s.request_id)]
+        self.scheduler.reset_prefix_cache()
         times: dict[tuple[str, int, int | None], list[float]] = {}
         for step in steps:
             batch_size = len(step.request_id)
@@ -99,14 +99,18 @@ class Profiling:
         samples = [Sample(*key, median(found)) for key, found in times.items()]
         longer = _times([step for step in steps if len(step.request_id) == largest])
         options: dict[str, Any] = slopes(shorter, longer, self.draft_length + 1) | {
-            "context_per_request": float(np.mean([s.context_tokens / len(s.request_id) for s in steps]))
+            "context_per_request": float(np.mean([s.context_tokens / len(s.request_id) for s in steps])),
+            "prefill_token_s": median(prefills),
         }
         cost = CostTable.from_samples(samples, **options)
         spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / median(t) for t in times.values()]
         return Profile(tamed(cost, samples), median(spreads), time.perf_counter() - began)
 
     def steps(self, batch_size: int, context: int, policies: list[str]) -> list[Step]:
-        """What the log says of steps in which so many requests decode, under each of the policies."""
+        """What the log says of steps in which so many requests decode, under each of the policies.
+
+        And of those before them that run prompts alone. Steps that do both are left out.
+        """
         found: list[Step] = []
         for start in range(0, len(policies), self.at_once):
             self._fill(batch_size, context)
@@ -117,7 +121,7 @@ class Profiling:
             self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             self._step()  # tells the workers
             found += self.executor.collective_rpc("dcut_steps")[0]
-        return [s for s in found if len(s.request_id) == batch_size and not s.prefill_tokens]
+        return [s for s in found if len(s.request_id) == (0 if s.prefill_tokens else batch_size)]
 
     def _fill(self, batch_size: int, context: int) -> None:
         """Bring so many requests of so many tokens to where they decode."""
@@ -125,7 +129,8 @@ class Profiling:
         params = SamplingParams(temperature=0, max_tokens=self.room, ignore_eos=True)
         for i in range(batch_size):
             prompt = self.random.integers(self.vocab_size, size=context).tolist()
-            self.scheduler.add_request(Request(f"dcut-profile-{i}", prompt, params, None))
+            request = Request(f"dcut-profile-{i}", prompt, params, None, block_hasher=self.hasher)
+            self.scheduler.add_request(request)
         while not self._decoding():
             self._step()
 
@@ -150,6 +155,7 @@ class Profiling:
 
 def _times(steps: list[Step]) -> Times:
     """Of one batch at one context: of each kind of step the fastest."""
+    steps = [s for s in steps if len(s.request_id)]
     plain = [s for s in steps if not s.draft_s]
     deepest = max(s.selection.num_verify_tokens for s in steps)
     full = [s for s in steps if s.selection.num_verify_tokens == deepest]
