@@ -235,10 +235,10 @@ class Steering:
         steps = flight.step, self._flights[0].step, now
         before, after = steps[self.in_flight], steps[self.in_flight + 1]
         names = [flight.step.names[row] for row in flight.rows]
-        at, to = _places(names, before), _places(names, after)
+        (at, there), (to, still_there) = _places(names, before), _places(names, after)
         taken_back = before.computed[at] + before.others[at] + before.drafts[at] - after.computed[to]
         accepted = flight.step.drafts[flight.rows] - taken_back
-        known = (at >= 0) & (to >= 0) & (accepted >= 0) & (accepted <= flight.most)
+        known = there & still_there & (accepted >= 0) & (accepted <= flight.most)
         if not known.any():
             return
         depth, accepted = np.zeros_like(accepted), np.where(known, accepted, 0)
@@ -254,10 +254,10 @@ def _masked(confidences: np.ndarray, drafts: np.ndarray) -> np.ndarray:
     return np.where(np.arange(confidences.shape[1]) < drafts[:, None], confidences, np.float32(0.0))
 
 
-def _places(names: list[str], step: Scheduled) -> np.ndarray:
-    """Where the requests stand in a step, -1 for one that it lacks."""
+def _places(names: list[str], step: Scheduled) -> tuple[np.ndarray, np.ndarray]:
+    """Where the requests stand in a step, and whether they do."""
     index = {name: i for i, name in enumerate(step.names)}
-    return np.array([index.get(name, -1) for name in names])
+    return np.array([index.get(name, 0) for name in names]), np.array([name in index for name in names])
 
 
 # ---- vLLM -----------------------------------------------------------------------------------------------
