@@ -79,9 +79,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("runtime"):  # this folder's own runtime/ came first
             raise InputError("run it as a module: python -m dcut.record") from error
-        extra = "vllm" if error.name == "vllm" else "runtime"
+        needed = str(error.name).partition(".")[0]
+        extra = "vllm" if needed == "vllm" else "runtime"
         raise InputError(
-            f"recording needs {error.name}: install the {extra} extra, pip install -e '.[{extra}]'"
+            f"recording needs {needed}: install the {extra} extra, pip install -e '.[{extra}]'"
         ) from error
     print(summary(record(config, progress=True), config.out))
 

@@ -129,9 +129,10 @@ def _checked(config: Config) -> Config:
 
 def _incomplete(error: ModuleNotFoundError, extra: str) -> InputError:
     """What to do about a module that is missing."""
-    if str(error.name).startswith("runtime"):  # this file's own folder came first
+    needed = str(error.name).partition(".")[0]
+    if needed == "runtime":  # this file's own folder came first
         return InputError("run it as a module: python -m dcut.runtime.serve")
-    return InputError(f"serving needs {error.name}: install the {extra} extra, pip install -e '.[{extra}]'")
+    return InputError(f"serving needs {needed}: install the {extra} extra, pip install -e '.[{extra}]'")
 
 
 if __name__ == "__main__":
