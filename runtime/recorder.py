@@ -230,6 +230,7 @@ class Recorder(Log):
         super().__init__()
         self.out, self.dense, self.meta, self.cost, self.every = Path(out), dense, meta, cost, every
         self.ahead: list[pl.DataFrame] = []  # anchors of the first of `finished`
+        self.sampled: set[int] = set()  # requests at a temperature
         self.kept = {
             "requests": pl.DataFrame(schema=REQUESTS),
             "anchors": pl.DataFrame(schema=anchors_schema(dense.draft_length, dense.temperature > 0)),
@@ -264,6 +265,7 @@ class Recorder(Log):
         if not self.finished:
             return
         self.advance(self.backlog)
+        self.sampled |= {r.request.request_id for r in self.finished if r.request.temperature}
         fresh, self.ahead = self.tables() | {"anchors": pl.concat(self.ahead)}, []
         self.clear()
         self.kept = {name: pl.concat((table, fresh[name])) for name, table in self.kept.items()}
@@ -284,7 +286,7 @@ class Recorder(Log):
         meta = self.meta | {"partial": partial}
         trace = Trace(meta, tables["requests"], tables["anchors"], self.cost, tables["steps"], known)
         if self.dense.temperature == 0:
-            meta["contradicted_decisions"] = _num_contradicted(trace)
+            meta["contradicted_decisions"] = _num_contradicted(trace, self.sampled)
         save(trace, self.out)
         return trace
 
@@ -304,14 +306,18 @@ class Recorder(Log):
             self.now_s = last["start_s"] + last["step_s"]
 
 
-def _num_contradicted(trace: Trace) -> int:
-    """Decisions of the live run whose accepted drafts are not those that the dense pass found there."""
-    both = trace.decisions.join(
-        trace.anchors.select("request_id", "position", dense="num_accepted"),
-        on=["request_id", "position"],
-        how="inner",
-    )
-    return len(both.filter(pl.col("num_accepted") != pl.min_horizontal("dense", "keep_depth")))
+def _num_contradicted(trace: Trace, sampled: set[int]) -> int:
+    """Decisions of the live run whose accepted drafts are not those that the dense pass found there.
+
+    Of sampled requests as far as the output goes: how the draw went on behind its end, nobody knows.
+    """
+    anchors = trace.anchors.select("request_id", "position", dense="num_accepted")
+    both = trace.decisions.join(anchors, on=["request_id", "position"], how="inner")
+    both = both.join(trace.requests.select("request_id", "output_tokens"), on="request_id")
+    left = pl.col("output_tokens") - 1 - pl.col("position")
+    known = pl.when(pl.col("request_id").is_in(sorted(sampled))).then(left).otherwise(pl.col("keep_depth"))
+    live, dense = pl.min_horizontal("num_accepted", known), pl.min_horizontal("dense", "keep_depth", known)
+    return len(both.filter(live != dense))
 
 
 def _request_row(recorded: Recorded) -> dict[str, Any]:

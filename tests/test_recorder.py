@@ -68,6 +68,27 @@ def test_the_dense_pass_finds_what_live_steps_accepted(kind: str, tmp_path: Path
     assert load(tmp_path).anchors.equals(trace.anchors)
 
 
+def test_sampled_and_abandoned_requests_among_greedy_ones_contradict_nothing(tmp_path: Path) -> None:
+    log = recorder(tmp_path, "draft")
+    verifier, drafter = tiny_pair("draft")
+    engine = Engine(verifier, drafter, parse_policy("full"), max_batch_size=3)
+    for request, domain in asked(18):
+        request = replace(request, temperature=0.7 * (request.request_id % 2))
+        log.expect(request, domain)
+        engine.add(request)
+    num_steps = num_cut = 0
+    while step := engine.step():
+        log.add(step, "full")
+        num_steps += 1
+        running = [r.request.request_id for r in engine.batch if not r.finish_reason]
+        if num_steps % 6 == 0 and running:
+            engine.cancel(running[0])
+            log.end(running[0], "cut")
+            num_cut += 1
+    assert num_cut > 1
+    assert log.close().meta["contradicted_decisions"] == 0
+
+
 def test_a_contradiction_is_counted(tmp_path: Path) -> None:
     log = recorder(tmp_path)
     verifier, drafter = tiny_pair()
