@@ -80,9 +80,13 @@ class Story:
     Live runs beside their replays, and runs under traffic, have figures of their own: LIVE and UNDER_TRAFFIC.
     """
 
-    def __init__(self, results: Sequence[Results], live: Sequence[Comparison] = ()) -> None:
+    def __init__(
+        self, results: Sequence[Results], live: Sequence[Comparison] = (), recording: str = ""
+    ) -> None:
+        """live: runs beside their replays; recording: what the replays start from, in words."""
         self.results = [result for result in results if not result.under_traffic]
         self.traffic = [result for result in results if result.under_traffic]
+        self.recording = recording
         self.live = sorted(live, key=lambda c: (charts.policy_order(c.policy), c.batch_size))
         steady = [result.runs for result in self.results]
         self.runs = pl.concat(steady or [_NO_RUNS], how="diagonal_relaxed")
@@ -384,7 +388,7 @@ def predicted(story: Story) -> Figure:
     chart = charts.lines(points, palette, BATCH, THROUGHPUT, measured)
     note = (
         "Lines: a replay of the recording with the costs measured at start-up. Hollow diamonds: the same "
-        "requests served live."
+        f"requests served live ({story.recording})."
     )
     return Figure("predicted", MEASURED, str(fidelity(story)), note, chart)
 

@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def report(
     if not paths and live is None:
         raise InputError("name results directories, or live runs with --live DIR --trace DIR")
     results = load(paths)
-    story = Story(results, _beside_replays(live, trace, progress))
+    story = Story(results, *_beside_replays(live, trace, progress))
     shown = LIVE if story.live else ()
     shown += (FIGURES if story.results else ()) + (UNDER_TRAFFIC if story.traffic else ())
     with tqdm(total=len(shown) + 2, desc="report", leave=False, disable=None if progress else True) as bar:
@@ -61,24 +61,30 @@ def report(
     _write(files)
 
 
-def _beside_replays(live: str | None, trace: str | None, progress: bool) -> list[Comparison]:
-    """Every live run compared with a replay of it, from the recording of its requests."""
+def _beside_replays(live: str | None, trace: str | None, progress: bool) -> tuple[list[Comparison], str]:
+    """Every live run compared with a replay of it from the recording of its requests, and what that is of."""
     if live is None and trace is None:
-        return []
+        return [], ""
     if live is None or trace is None:
         raise InputError("live runs and the recording of their requests go together: give --live and --trace")
     runs, recording = read_live(live), open_trace(trace)
     hidden = None if progress else True
     bar = tqdm(runs, desc="replaying live runs", unit=" runs", leave=False, disable=hidden)
-    return [compare(recording, run) for run in bar]
+    return [
+        compare(recording, run) for run in bar
+    ], f"{_pair(recording.meta)}, {recording.meta.get('device')}"
+
+
+def _pair(meta: Mapping[str, Any]) -> str:
+    """Target and drafter, as far as a recording names them."""
+    return " with ".join(str(meta[key]) for key in ("target", "drafter") if meta.get(key))
 
 
 def _subtitle(story: Story) -> str:
     """What was run, in one line."""
     facts = [counted(len(story.live), "live run")] if story.live else []
     for result in (story.results or story.traffic)[:1]:
-        pair = [str(result.meta[key]) for key in ("target", "drafter") if result.meta.get(key)]
-        facts += [" with ".join(pair), f"D = {result.meta['draft_length'] + 1}"]
+        facts += [_pair(result.meta), f"D = {result.meta['draft_length'] + 1}"]
     if story.results:
         facts += [
             f"batch {', '.join(map(str, story.batch_sizes))}",

@@ -188,6 +188,7 @@ def test_the_page_opens_with_live_runs_beside_their_replays(results: Path, tmp_p
     assert cell["published"] == pytest.approx(measured)
     assert cell["error"] == pytest.approx(cell["predicted"] / measured - 1)
     assert abs(cell["error"]) < 0.2
+    assert f"served live ({trace.meta['target']} with dflash16, {trace.meta['device']})" in text
     assert f"{cell['predicted']:,.0f} / {measured:,.0f}" == cell["detail"]
     shown = re.findall(r"<li>(.*?)</li>", text)
     assert shown[0].startswith(
