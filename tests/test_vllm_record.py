@@ -89,7 +89,7 @@ def test_every_token_comes_from_a_step_or_a_prompt(trace: Trace) -> None:
     assert 0 < steps["prefill_tokens"].sum() <= first["prompt_tokens"].sum()
 
 
-@pytest.mark.parametrize("policy", ["full", "ratio:0.5", "dcut", "dcut-plus", "off"])
+@pytest.mark.parametrize("policy", ["full", "ratio:0.5", "dcut", "off"])
 def test_a_replay_follows_the_live_run_decision_by_decision(
     policy: str, session: Session, trace: Trace, place: Path
 ) -> None:
