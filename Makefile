@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+VLLM_PYTEST = NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest tests/test_vllm_*.py tests/test_rivals.py
 OUT ?= out/demo
 
 .PHONY: demo test test-all test-vllm lint install clean
@@ -43,12 +44,13 @@ demo: $(VENV)/.stamp-runtime
 test: lint test-vllm
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint test-vllm
+test-all: lint $(VLLM)/.stamp
 	$(BIN)/python -m pytest
+	$(VLLM_PYTEST)
 
 # What has to meet vLLM itself; without it these tests skip. Its numba is another: so is the cache.
 test-vllm: $(VLLM)/.stamp
-	NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest -m "not slow" tests/test_vllm_*.py tests/test_rivals.py
+	$(VLLM_PYTEST) -m "not slow"
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

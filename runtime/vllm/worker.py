@@ -21,7 +21,7 @@ from runtime.engine import Step
 from runtime.metrics import StepMetrics
 from runtime.vllm import adaptive
 from runtime.vllm.options import CONFIDENT, Options
-from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Proposal, Pruner
+from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Pruner
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -126,11 +126,12 @@ class Worker(_Worker):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Acceptance, then the drafts of the next step; logs the step that ends with the acceptance."""
-        proposal, self.dcut.proposal, self._drafting_s = self.dcut.proposal, None, 0.0
+        """Acceptance, then the drafts of the next step."""
+        self._drafting_s = 0.0
         output = super().sample_tokens(grammar_output)
-        if self._before and self._decides:
-            self._log(output, proposal)
+        if not self._drafting_s and self._before:  # there was no room to draft, so nobody has looked yet
+            self._take_in(output.req_ids, output.sampled_token_ids, self.dcut.clock())
+            self.dcut.proposal = None
         return output
 
     def take_draft_token_ids(self) -> Any:
@@ -148,10 +149,12 @@ class Worker(_Worker):
     # ---- the drafter, followed --------------------------------------------------------------------------
 
     def _proposing(self, scheduler_output: Any, sampled: Any, *rest: Any) -> Any:
-        """In place of the runner's propose_draft_token_ids."""
+        """In place of the runner's propose_draft_token_ids: a policy hears of a step before the next."""
         rows = sampled.tolist() if isinstance(sampled, torch.Tensor) else sampled
         self._drafting_s = self.dcut.clock()
-        self._batch = self._anchored(rows)
+        discarded = self.model_runner.discard_request_mask.np
+        rows = [[] if discarded[i] else [token for token in row if token >= 0] for i, row in enumerate(rows)]
+        self._take_in(self.model_runner.input_batch.req_ids, rows, self._drafting_s)
         self._collect_s = self.dcut.clock() - self._drafting_s
         return self._propose(scheduler_output, sampled, *rest)
 
@@ -226,22 +229,23 @@ class Worker(_Worker):
 
     # ---- requests ---------------------------------------------------------------------------------------
 
-    def _anchored(self, sampled: list[list[int]]) -> list[Anchored]:
-        """Requests that go on to decode after the tokens just sampled, of which negative ones are none."""
-        batch = []
-        discarded = self.model_runner.discard_request_mask.np
-        for row, (request_id, found) in enumerate(
-            zip(self.model_runner.input_batch.req_ids, sampled, strict=True)
-        ):
-            tokens = [token for token in found if token >= 0]
-            if not tokens or discarded[row]:
-                continue
+    def _take_in(self, request_ids: list[str], sampled: list[list[int]], ended_s: float) -> None:
+        """Log the step that ended with these tokens, and find the requests that go on to decode."""
+        decoded, prefilled, self._batch = [], [], []
+        for row, (request_id, tokens) in enumerate(zip(request_ids, sampled, strict=True)):
             before = self._before[request_id]
             num_kept, finish_reason = self._ends(request_id, before, tokens)
-            if finish_reason is None:
-                position = before.num_outputs + num_kept - 1
-                batch.append(Anchored(request_id, row, position, before.num_tokens + num_kept))
-        return batch
+            position = before.num_outputs - 1
+            if tokens and finish_reason is None:
+                anchored = Anchored(request_id, row, position + num_kept, before.num_tokens + num_kept)
+                self._batch.append(anchored)
+            if before.decodes:
+                given = before.num_tokens, before.num_drafts, tokens, num_kept, finish_reason
+                decoded.append(Decoded(request_id, position, *given))
+            else:
+                prefilled.append(Prefilled(request_id, before.num_scheduled, tokens, finish_reason))
+        if self._decides:
+            self.dcut.verified(self._began_s, ended_s, self.dcut.proposal, decoded, prefilled)
 
     def _ends(self, request_id: str, before: _Before, tokens: list[int]) -> tuple[int, str | None]:
         """How many of the tokens become output, and how the request ends with them, as vLLM decides it."""
@@ -256,20 +260,6 @@ class Worker(_Worker):
             if count >= most:
                 return count, "length"
         return len(tokens), None
-
-    def _log(self, output: Any, proposal: Proposal | None) -> None:
-        decoded, prefilled = [], []
-        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            before = self._before[request_id]
-            num_kept, finish_reason = self._ends(request_id, before, tokens)
-            if before.decodes:
-                position = before.num_outputs - 1
-                given = before.num_tokens, before.num_drafts, tokens, num_kept, finish_reason
-                decoded.append(Decoded(request_id, position, *given))
-            else:
-                prefilled.append(Prefilled(request_id, before.num_scheduled, tokens, finish_reason))
-        ended_s = self._drafting_s or self.dcut.clock()
-        self.dcut.verified(self._began_s, ended_s, proposal, decoded, prefilled)
 
 
 def _confidences(logits: list[torch.Tensor], batch_size: int) -> np.ndarray:
