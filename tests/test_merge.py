@@ -116,6 +116,16 @@ def test_what_is_joined_is_saved_loaded_and_checked(wide: Trace, narrow: Trace, 
             save(replace(both, meta={**both.meta, "narrower": narrower}), tmp_path / "broken")
 
 
+def test_requests_may_have_finished_in_another_order(wide: Trace, narrow: Trace) -> None:
+    order = narrow.requests["request_id"].shuffle(seed=1)
+    requests = pl.DataFrame({"request_id": order}).join(
+        narrow.requests, on="request_id", maintain_order="left"
+    )
+    anchors = requests.select("request_id").join(narrow.anchors, on="request_id", maintain_order="left")
+    shuffled = replace(narrow, requests=requests, anchors=anchors)
+    assert merge.merge(wide, shuffled).anchors.equals(merge.merge(wide, narrow).anchors)
+
+
 def test_recordings_that_do_not_belong_together_are_refused(wide: Trace, narrow: Trace) -> None:
     with pytest.raises(InputError, match="give the widest first"):
         merge.merge(narrow, wide)

@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 
 from dcut.cost import CostTable
 from dcut.errors import InputError, Parser, guard
@@ -33,30 +34,40 @@ def merge(wide: Trace, narrow: Trace) -> Trace:
                 f"the recording with {drafts} drafts was sampled: only at temperature 0 do two drafters meet "
                 "the same positions; record both with --temperature 0"
             )
-    where = ["request_id", "position", "token_id"]
-    ours, theirs = wide.anchors.select(where), narrow.anchors.select(where)
-    told = ["request_id", "prompt_tokens", "output_tokens"]
-    if not wide.requests.select(told).equals(narrow.requests.select(told)):
+    told = ["request_id", "prompt_tokens", "output_tokens"]  # in the order in which they finished
+    if (
+        not wide.requests.select(told)
+        .sort("request_id")
+        .equals(narrow.requests.select(told).sort("request_id"))
+    ):
         raise InputError(
             "the two recordings are not of the same requests: record both with the same --prompts, "
             "--requests, --max-tokens and --seed"
         )
-    if ours["token_id"].null_count() or not ours.equals(theirs):
-        same = (ours == theirs).to_numpy().all(axis=1) if len(ours) == len(theirs) else np.zeros(1, bool)
-        row = ours.row(int(np.argmin(same)), named=True)
+    own = wide.anchors.select("request_id", "position").join(
+        narrow.anchors.select(
+            "request_id",
+            "position",
+            "token_id",
+            pl.col("num_accepted").alias(f"num_accepted_{width}"),
+            pl.col("confidences").alias(f"confidences_{width}"),
+        ),
+        on=["request_id", "position"],
+        how="left",
+        maintain_order="left",
+    )
+    same = (own["token_id"] == wide.anchors["token_id"]).fill_null(False)
+    if not same.all():
+        row = own.row(int(np.argmin(same.to_numpy())), named=True)
         raise InputError(
             f"the two recordings part at position {row['position']} of request {row['request_id']}: the same "
             "target in float32 says the same, whoever drafts"
         )
-    own = narrow.anchors.select(
-        narrow.anchors["num_accepted"].alias(f"num_accepted_{width}"),
-        narrow.anchors["confidences"].alias(f"confidences_{width}"),
-    )
     narrower = sorted((*wide.narrower, width))
     return replace(
         wide,
         meta={**wide.meta, "narrower": narrower, f"drafter_{width}": narrow.meta.get("drafter")},
-        anchors=wide.anchors.hstack(own),
+        anchors=wide.anchors.hstack(own.select(f"num_accepted_{width}", f"confidences_{width}")),
         cost=_costs(wide.cost, narrow.cost, width),
     )
 
