@@ -736,7 +736,7 @@ def latencies(story: Story) -> Figure:
     ]
     note = (
         "Filled: half of the requests are served within; tick: 90 %; hollow: 99 %. From arrival to the first "
-        "token, between output tokens after it, and from arrival to the last."
+        "token, between output tokens after it, and from arrival to the last. In the table: median / 99 %."
     )
     chart = charts.spans(pl.DataFrame(spans), palette, charts.WIDE)
     return Figure(

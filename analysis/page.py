@@ -100,7 +100,7 @@ def _figure(figure: Figure) -> str:
     return (
         f'<figure class="{"wide" if figure.wide else "half"}" id="{figure.name}">'
         f"<figcaption><h3>{escape(figure.title)}</h3><p>{escape(figure.note)}</p></figcaption>"
-        f'<div class="chart" id="chart-{figure.name}"></div>{table}</figure>\n'
+        f'<div><div class="chart" id="chart-{figure.name}"></div>{table}</div></figure>\n'
     )
 
 
