@@ -44,6 +44,7 @@ def start(core: Any) -> None:
         logger.info("dcut: %s", found)
         tell("dcut_cost", args=(found.cost.to_dict(),))
     tell("dcut_policy", args=(options.policy,))
+    tell("dcut_metrics")
 
 
 class Profiling:

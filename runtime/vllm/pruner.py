@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +15,10 @@ from dcut.scores import survival
 from dcut.selector import Selection
 from runtime.chooser import Chooser
 from runtime.engine import Emission, Step, empty_step
-from runtime.metrics import StepMetrics
 from runtime.profiler import Drift
+
+if TYPE_CHECKING:  # a server must say where metrics are shared before prometheus_client is imported
+    from runtime.metrics import StepMetrics
 
 LOGGED = 4096  # steps that are remembered until somebody takes them
 

@@ -73,8 +73,6 @@ class Worker(_Worker):
             qwen3_dflash.DFlashQwen3Model._normalize_context_k = normalize_context_k
         speculative = self.vllm_config.speculative_config
         self.dcut = Pruner(Full(), speculative.num_speculative_tokens)  # until costs are known, see start
-        if self.is_driver_worker and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            self.dcut.metrics = StepMetrics(None)
         self._method = speculative.method
         self._block = speculative.method == "dflash" or speculative.parallel_drafting
         self._decides = get_tp_group().rank_in_group == 0
@@ -90,6 +88,11 @@ class Worker(_Worker):
             drafter.model.compute_logits = self._listening
 
     # ---- what is asked from outside, on every rank ------------------------------------------------------
+
+    def dcut_metrics(self) -> None:
+        """Tell Prometheus of every step from now on, where its processes share a directory."""
+        if self.is_driver_worker and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self.dcut.metrics = StepMetrics(None)
 
     def dcut_policy(self, spec: str) -> None:
         """Change the policy, forgetting what the old one learnt. Raises InputError as Pruner.policy does."""
