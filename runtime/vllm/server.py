@@ -1,6 +1,7 @@
 # pyright: reportMissingImports=false
 """vLLM's OpenAI server with a budget policy in its worker, and the policy's figures in its /metrics."""
 
+import errno
 import json
 import os
 import tempfile
@@ -57,7 +58,13 @@ def _serve(flags: list[str]) -> None:
         AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, TypeError) as error:
         raise InputError(f"vLLM refuses this configuration: {_reason(error)}") from error
-    command.cmd(args)
+    try:
+        command.cmd(args)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            raise
+        reason = f"cannot listen on port {args.port}: {error.strerror}"
+        raise OSError(error.errno, reason, args.host) from error
 
 
 def _refuse(message: str) -> NoReturn:
