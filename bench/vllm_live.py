@@ -25,12 +25,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines in this process
 
 from dcut.errors import InputError, Parser, guard
-from dcut.policies import Full, parse_policies
+from dcut.policies import Full, Off, parse_policies
 from dcut.selector import Selection
 from runtime.engine import Emission, Request, Step, empty_step
 from runtime.pair import weights
 from runtime.recorder import Log, read_prompts, run_closed, settle, write_live
 from runtime.text import Codec
+from runtime.vllm.pruner import Pruner
 from runtime.vllm.recorder import calibrated, describe
 from runtime.vllm.session import Session
 from sim.engine import STEADY
@@ -43,9 +44,10 @@ PLAIN = "none"
 class Plain(Session):
     """vLLM without speculation; its steps are told from what it brings, each from the end of the last."""
 
-    def __init__(self, *arguments: Any, timer: Callable[[], float], **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.timer, self.ended_s = timer, None
+    def __init__(self, *arguments: Any, clock: Callable[[], float]) -> None:
+        super().__init__(*arguments)
+        self.worker.dcut = Pruner(Off(), 0, clock=clock)  # there is nothing to prune
+        self.ended_s: float | None = None
         self.positions: dict[int, int] = {}  # of the newest token of each running request
 
     def step(self) -> Step | None:
@@ -53,7 +55,7 @@ class Plain(Session):
         if not self.busy:
             self.ended_s = None
             return None
-        began_s = self.timer() if self.ended_s is None else self.ended_s
+        began_s = self.clock() if self.ended_s is None else self.ended_s
         self.hand_on()
         emissions, decoded, context_tokens, prefill_tokens = [], [], 0, 0
         for output in self.engine.step():
@@ -67,7 +69,7 @@ class Plain(Session):
             emissions.append(Emission(number, tokens, output.outputs[0].finish_reason))
             if output.finished:
                 del self.names[number], self.positions[number]
-        self.ended_s = self.timer()
+        self.ended_s = self.clock()
         step_s = self.ended_s - began_s
         if not decoded:
             return empty_step(began_s, prefill_tokens, step_s, emissions)
@@ -137,7 +139,7 @@ def main() -> None:
     session.cost = cost
     engines: dict[str, Session] = {}
     if len(names) < len(args.policy.split(",")):
-        engines[PLAIN] = Plain(args.target, None, size, longest, args.dtype, timer=clock)
+        engines[PLAIN] = Plain(args.target, None, size, longest, args.dtype, clock=clock)
         run_closed(engines[PLAIN], asked[: 2 * size], Log())
     engines |= dict.fromkeys(policies, session)
     choosers = {}
