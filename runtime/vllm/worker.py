@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import vllm._custom_ops as ops
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 from vllm.model_executor.models import qwen3_dflash
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
@@ -19,6 +20,7 @@ from dcut.cost import CostTable
 from dcut.policies import Full, parse_policy
 from runtime.engine import Step
 from runtime.metrics import StepMetrics
+from runtime.profiler import cache_directory
 from runtime.vllm import adaptive
 from runtime.vllm.options import CONFIDENT, Options
 from runtime.vllm.pruner import Anchored, Decoded, Prefilled, Pruner
@@ -29,15 +31,17 @@ else:
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
 
 
+logger = init_logger("vllm.dcut")
+
+AT_ONCE = 256  # rows of logits that are turned into float32 probabilities: they need memory of their own
+
+
 class AdaptiveWorker(_Worker):
     """The platform's worker of the V2 runner: our policy sets the budgets of its adaptive verification."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         adaptive.install(Options.read(self.vllm_config.additional_config).parsed, self.vllm_config)
-
-
-AT_ONCE = 256  # rows of logits that are turned into float32 probabilities: they need memory of their own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Worker(_Worker):
         self._batch: list[Anchored] = []
         self._began_s = self._drafting_s = self._collect_s = 0.0
         self._logits: list[torch.Tensor] = []
+        self._reported = False
         runner, drafter = self.model_runner, self.model_runner.drafter
         self._propose, self._draft = runner.propose_draft_token_ids, drafter.propose
         runner.propose_draft_token_ids, drafter.propose = self._proposing, self._drafting
@@ -249,6 +254,14 @@ class Worker(_Worker):
                 prefilled.append(Prefilled(request_id, before.num_scheduled, tokens, finish_reason))
         if self._decides:
             self.dcut.verified(self._began_s, ended_s, self.dcut.proposal, decoded, prefilled)
+            self._report()
+
+    def _report(self) -> None:
+        """Say it once where recent steps take another time than the profile says."""
+        drift = self.dcut.drift
+        if drift and not self._reported and len(drift.ratios) == drift.ratios.maxlen and str(drift):
+            logger.warning("dcut: %s; delete %s to measure anew", drift, cache_directory())
+            self._reported = True
 
     def _ends(self, request_id: str, before: _Before, tokens: list[int]) -> tuple[int, str | None]:
         """How many of the tokens become output, and how the request ends with them, as vLLM decides it."""
