@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:  # a server must say where metrics are shared before prometheu
 LOGGED = 4096  # steps that are remembered until somebody takes them
 
 
-@dataclass(frozen=True, slots=True)
-class Anchored:
+# Tuples rather than dataclasses: one of them is built for each request in every step.
+
+
+class Anchored(NamedTuple):
     """A request whose next step decodes: the newest token of its output awaits verification."""
 
     request_id: str  # vLLM's
@@ -33,8 +35,7 @@ class Anchored:
     num_tokens: int  # prompt and output, anchor included
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(NamedTuple):
     """A request that an engine step decoded: the drafts it was given, and the tokens that came of it."""
 
     request_id: str
@@ -46,8 +47,7 @@ class Decoded:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(NamedTuple):
     """A request of which an engine step ran (a part of) the prompt; no token yet unless it was the last."""
 
     request_id: str
@@ -229,7 +229,10 @@ class Pruner:
 
 
 def overhead(steps: Iterable[Step], batch_size: int) -> float:
-    """The share of the time of steps with so many requests that went into confidences and choosing."""
+    """The share of the time of steps with so many requests that went into confidences and choosing.
+
+    Who goes on to decode is part of it, the log of the step is not. InputError where there is no such step.
+    """
     some = [s for s in steps if len(s.request_id) == batch_size and not s.prefill_tokens]
     if not some:
         raise InputError(f"no step without prompts held {batch_size} requests")

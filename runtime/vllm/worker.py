@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +44,7 @@ class AdaptiveWorker(_Worker):
         adaptive.install(Options.read(self.vllm_config.additional_config).parsed, self.vllm_config)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Before:
+class _Before(NamedTuple):
     """A request as an engine step found it."""
 
     num_tokens: int  # of the prompt and the output
@@ -163,7 +162,6 @@ class Worker(_Worker):
         discarded = self.model_runner.discard_request_mask.np
         rows = [[] if discarded[i] else [token for token in row if token >= 0] for i, row in enumerate(rows)]
         self._take_in(self.model_runner.input_batch.req_ids, rows, self._drafting_s)
-        self._collect_s = self.dcut.clock() - self._drafting_s
         return self._propose(scheduler_output, sampled, *rest)
 
     def _drafting(self, *given: Any, **named: Any) -> Any:
@@ -252,6 +250,7 @@ class Worker(_Worker):
                 decoded.append(Decoded(request_id, position, *given))
             else:
                 prefilled.append(Prefilled(request_id, before.num_scheduled, tokens, finish_reason))
+        self._collect_s = self.dcut.clock() - ended_s
         if self._decides:
             self.dcut.verified(self._began_s, ended_s, self.dcut.proposal, decoded, prefilled)
             self._report()
@@ -266,12 +265,12 @@ class Worker(_Worker):
     def _ends(self, request_id: str, before: _Before, tokens: list[int]) -> tuple[int, str | None]:
         """How many of the tokens become output, and how the request ends with them, as vLLM decides it."""
         params = self.model_runner.requests[request_id].sampling_params
-        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
         most = self.model_config.max_model_len - before.num_tokens
         if params.max_tokens is not None:
             most = min(most, params.max_tokens - before.num_outputs)
+        stop, stops = params.eos_token_id, params.stop_token_ids
         for count, token in enumerate(tokens, 1):
-            if token in stops:
+            if token == stop or (stops and token in stops):
                 return count, "stop"
             if count >= most:
                 return count, "length"
