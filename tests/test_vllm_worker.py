@@ -94,7 +94,7 @@ def tokens(llm: Any, texts: list[str], **params: Any) -> list[list[int]]:
 def running(method: str | None = None, **options: Any) -> Iterator[Any]:
     """`start`, and an end that gives the memory back: vLLM hides its objects from the garbage collector.
 
-    No shutdown: it would take from the other engines here what all of a process share.
+    The end of an engine takes from the others what those of a process share, until the next one starts.
     """
     llm = start(method, **options)
     yield llm
@@ -358,7 +358,7 @@ def test_requests_that_are_aborted_leave_nothing_behind(dflash: Any) -> None:
     assert all(len(set(s.request_id.tolist())) == len(s.request_id) for s in ran)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # its end takes what engines of a process share: not before the others'
 def cramped() -> Iterator[Any]:
     """An engine with too little memory for all the requests that it takes in."""
     yield from running("dflash", block_size=32, num_gpu_blocks_override=22, max_model_len=512, max_num_seqs=8)
