@@ -200,7 +200,8 @@ def calibrated(cost: CostTable, steps: Sequence[Step]) -> CostTable:
     """The table of vLLM's scheduler and workers, with what the engine around them adds to each step.
 
     steps: of a run with drafts. A request adds the median of what steps without prompts took longer than the
-    table says; a prompt token adds the median of what steps with some took longer than that.
+    table says; a prompt token adds the median of what steps with some took longer than that. The drafter, to
+    whom accepted tokens and prompts are new, takes the median of its times over those in the table.
     """
     beyond = [
         (step, step.step_s - step.draft_s - cost.seconds(*_verified(step), extrapolate=True))
@@ -214,6 +215,11 @@ def calibrated(cost: CostTable, steps: Sequence[Step]) -> CostTable:
         for step, extra in beyond
         if step.prefill_tokens
     ]
+    drafts = [
+        step.draft_s / cost.draft_seconds(len(step.request_id), step.context_tokens, extrapolate=True)
+        for step, _ in beyond
+    ]
+    pace = median(drafts) if drafts else 1.0
     sizes = cost.batch_sizes
     assert sizes is not None, "a profile counts requests"
     plain = cost.plain.copy()
@@ -222,6 +228,8 @@ def calibrated(cost: CostTable, steps: Sequence[Step]) -> CostTable:
         cost,
         verify_s=cost.verify_s + request_s * sizes[:, None],
         plain=plain,
+        draft=cost.draft * (1.0, pace),
+        draft_context_token_s=cost.draft_context_token_s * pace,
         prefill_token_s=max(0.0, median(prompted)) if prompted else cost.prefill_token_s,
     )
 
