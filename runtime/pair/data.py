@@ -20,7 +20,7 @@ from random import Random
 
 from runtime.pair.generated import CHAT, CODE, DATA, MATH
 
-DOMAINS = {"code": 0.30, "prose": 0.20, "chat": 0.18, "math": 0.16, "data": 0.16}  # share of the samples
+DOMAINS = {"code": 0.20, "prose": 0.12, "chat": 0.18, "math": 0.22, "data": 0.28}  # share of the samples
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__", "site-packages", "turtledemo"}
 PACKAGES = ("numpy", "torch", "pip", "jinja2", "tqdm")  # docstrings of these, where installed
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from dcut.errors import Parser, guard
 from runtime.models import CausalLM, DFlash, Drafter, causal, load_drafter, load_target
 from runtime.pair import weights
 from runtime.pair.dense import block_logits, distinct_4grams, generate, pad, rollout_logits
@@ -237,9 +239,7 @@ def tables(figures: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=weights.HERE / "weights", help="folder of the models")
     parser.add_argument("--prompts", type=Path, default=weights.PROMPTS)
     parser.add_argument("--drafters", nargs="*", default=DRAFTERS, help="the others keep their figures")
@@ -268,4 +268,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))
