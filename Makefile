@@ -3,8 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-VLLM_PYTEST = NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest tests/test_vllm_*.py tests/test_rivals.py
+VLLM_TESTS := $(wildcard tests/test_vllm_*.py) tests/test_rivals.py
 OUT ?= out/demo
+
+# A process for each file, so that no engine of vLLM starts in the memory that another has left.
+define vllm_pytest
+	set -e; for file in $(VLLM_TESTS); do NUMBA_CACHE_DIR=$(VLLM)/numba $(VLLM)/bin/python -m pytest $$file $(1); done
+endef
 
 .PHONY: demo test test-all test-vllm lint install clean
 
@@ -46,11 +51,11 @@ test: lint test-vllm
 
 test-all: lint $(VLLM)/.stamp
 	$(BIN)/python -m pytest
-	$(VLLM_PYTEST)
+	$(call vllm_pytest,)
 
 # What has to meet vLLM itself; without it these tests skip. Its numba is another: so is the cache.
 test-vllm: $(VLLM)/.stamp
-	$(VLLM_PYTEST) -m "not slow"
+	$(call vllm_pytest,-m "not slow")
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -29,6 +29,8 @@ from runtime.vllm.speculation import speculation
 
 ROOM = 1024  # tokens that a context may have at least, where the target allows it: profiles want some
 
+KV_CACHE_BYTES = 2 << 30  # on a CPU, where vLLM would claim nearly all of the machine's memory
+
 
 class Session:
     """One vLLM engine, driven step by step; at most `max_batch_size` of its requests are in it at once.
@@ -76,6 +78,7 @@ class Session:
             additional_config={"dcut": {"policy": "full", "profile_s": 0}} if spec else {},
             disable_log_stats=True,
             use_tqdm_on_load=False,
+            kv_cache_memory_bytes=KV_CACHE_BYTES if on_cpu else None,
             seed=seed,
             **options,
         )
