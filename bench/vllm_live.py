@@ -10,7 +10,6 @@ of one thread unless --wall. Only steps in which the batch is at least 85 % full
 recording of the same prompts, `python -m sim.validate --trace DIR --live OUT` compares runs and replays.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,6 @@ import polars as pl
 from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines in this process
 
 from dcut.errors import InputError, Parser, guard
 from dcut.policies import Full, Off, parse_policies

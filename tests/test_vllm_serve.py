@@ -44,7 +44,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of the built-in pair under dcut, ready; ended by SIGTERM, without leftovers."""
     port, place = free_port(), tmp_path_factory.mktemp("serve")
     variables = in_vllm.ENVIRONMENT | {"XDG_CACHE_HOME": str(place), "TMPDIR": str(place)}
-    del variables["VLLM_ENABLE_V1_MULTIPROCESSING"]
     options = ["--engine", "vllm", "--port", str(port), "--profile-s", "1", "--max-num-seqs", str(NUM_SEQS)]
     command = [sys.executable, "-m", "dcut.runtime.serve", *options]
     log = place / "log"

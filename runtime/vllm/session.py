@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read as vLLM is imported
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine in this process
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
