@@ -203,3 +203,8 @@ def test_costs_beyond_the_profile_are_found_in_the_steps() -> None:
     assert found.seconds(3, 9) - cost.seconds(3, 9) == pytest.approx(3e-4)
     assert found.plain_seconds(2) - cost.plain_seconds(2) == pytest.approx(2e-4)
     assert found.draft_seconds(2) == pytest.approx(1.5 * cost.draft_seconds(2))
+
+
+def test_what_vllm_itself_refuses_is_told_as_bad_input() -> None:
+    with pytest.raises(InputError, match=r"vLLM does not start: (.|\n)*float7"):
+        Session(weights.path("target"), None, 1, 64, dtype="float7")

@@ -84,7 +84,12 @@ class Session:
             **options,
         )
         register()  # whether or not vLLM finds the plugin by its entry point
-        self.engine = LLMEngine.from_engine_args(args)
+        try:
+            self.engine = LLMEngine.from_engine_args(args)
+        except InputError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise InputError(f"vLLM does not start: {error}") from error
         executor = self.engine.engine_core.engine_core.model_executor
         self.worker = executor.driver_worker.worker
         self.waiting: deque[tuple[Request, int | None]] = deque()
