@@ -2,7 +2,6 @@
 """Our worker inside vLLM itself: the same texts as without it, the same law, and nothing left behind."""
 
 import gc
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import in_vllm  # noqa: F401
 import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
@@ -26,18 +26,7 @@ from runtime.profiler import cache_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vllm is not installed: make test-vllm has an environment with it", allow_module_level=True)
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-os.environ.update(ENVIRONMENT)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines in this process
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS: dict[str, dict[str, Any]] = {
