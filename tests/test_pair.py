@@ -28,7 +28,7 @@ from runtime.models import (
 )
 from runtime.pair import evaluate, weights
 from runtime.pair.dense import block_logits, distinct_4grams, generate, pad, rollout_logits
-from runtime.pair.train import encode_prompts
+from runtime.pair.train import block_loss, encode_prompts
 
 Sequence = tuple[Tensor, Tensor, Tensor]  # ids [1, 60]; the target's hidden states and features over them
 FIGURES = json.loads(evaluate.FIGURES.read_text())
@@ -155,6 +155,34 @@ def test_the_card_holds_for_a_fresh_sample_of_its_own_prompts(
         start += domain["answers"]
     measured = [(one.num_output - 1) / one.num_steps for one in fresh]
     assert measured == pytest.approx(firsts, rel=0.05)
+
+
+def test_the_loss_of_blocks_counts_a_draft_behind_a_miss_a_tenth_and_none_past_the_end(target: CausalLM):
+    drafter = load_drafter(weights.path("dflash8"), target)
+    assert isinstance(drafter, DFlash)
+    ids = torch.randint(6, 2048, (2, 40), generator=torch.Generator().manual_seed(1))
+    lengths, anchors = torch.tensor([40, 25]), torch.tensor([[10, 20], [5, 22]])
+    with torch.no_grad():
+        _, features = target(ids, torch.arange(40).expand(2, -1), causal, drafter.taps)
+        assert features is not None
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = block_logits(drafter, target, ids, features, anchors).float()
+            ids[:, 11], ids[:, 23] = logits[0, 0, 0].argmax(), logits[1, 1, 0].argmax()  # some hits
+        loss = block_loss(drafter, target, ids, features, lengths, anchors)
+    total = weights_sum = 0.0
+    for row in range(2):
+        for block in range(2):
+            missed = False
+            for draft in range(7):
+                place = int(anchors[row, block]) + 1 + draft
+                if place >= lengths[row]:
+                    break
+                label, scores = ids[row, place], logits[row, block, draft]
+                weight = np.exp(-draft / 7) * (0.1 if missed else 1.0)
+                total += weight * -scores.log_softmax(-1)[label].item()
+                weights_sum += weight
+                missed |= bool(scores.argmax() != label)
+    assert loss.item() == pytest.approx(total / weights_sum, rel=1e-5)
 
 
 def test_the_tables_in_the_card_are_the_stored_figures():

@@ -411,19 +411,36 @@ class Batches:
         )
 
 
-def block_loss(drafter: DFlash, target: CausalLM, batch: Batch, blocks: int) -> Tensor:
-    """Cross-entropy of blocks at random anchors of the answers, draft k weighted by exp(-k / 7)."""
+def random_blocks(batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids, features and lengths of a batch, and `count` random anchors in each answer: [rows, count].
+
+    Rows are padded to a multiple of 64 tokens: few shapes, so that a compiled loss is compiled a few times.
+    """
     span = (batch.lengths - 1 - batch.prompt_tokens)[:, None]  # every anchor has at least one draft to hit
-    anchors = batch.prompt_tokens[:, None] + (torch.rand(len(span), blocks) * span).long()
+    anchors = batch.prompt_tokens[:, None] + (torch.rand(len(span), count) * span).long()
+    more = -batch.ids.shape[1] % 64
+    return F.pad(batch.ids, (0, more)), F.pad(batch.features, (0, 0, 0, more)), batch.lengths, anchors
+
+
+def block_loss(
+    drafter: DFlash, target: CausalLM, ids: Tensor, features: Tensor, lengths: Tensor, anchors: Tensor
+) -> Tensor:
+    """Cross-entropy of blocks at anchors [rows, blocks], weighted by what each draft can bring.
+
+    Draft k weighs exp(-(k - 1) / 7), and a tenth of that behind a draft that misses: verification never gets
+    there. So a confidence learns the chance of a hit after hits, whose product survival is.
+    """
     with torch.autocast("cpu", torch.bfloat16):
-        logits = block_logits(drafter, target, batch.ids, batch.features, anchors)
+        logits = block_logits(drafter, target, ids, features, anchors)
     ahead = torch.arange(1, drafter.config.block_size)
     places = anchors[..., None] + ahead
-    inside = (places < batch.lengths[:, None, None]).flatten()
-    labels = batch.ids.gather(1, places.clamp(max=batch.ids.shape[1] - 1).flatten(1)).flatten()
-    weight = torch.exp(-(ahead - 1) / 7).expand_as(places).flatten()[inside]
-    losses = F.cross_entropy(logits.flatten(0, 2)[inside].float(), labels[inside], reduction="none")
-    return (losses * weight).sum() / weight.sum()
+    inside = places < lengths[:, None, None]
+    labels = ids.gather(1, places.clamp(max=ids.shape[1] - 1).flatten(1)).view(places.shape)
+    hits = (logits.argmax(-1) == labels) & inside
+    reached = F.pad(hits.int().cumprod(-1)[..., :-1], (1, 0), value=1)
+    weight = torch.exp(-(ahead - 1) / 7) * (0.1 + 0.9 * reached) * inside
+    losses = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none")
+    return (losses.view(places.shape) * weight).sum() / weight.sum()
 
 
 def rollout_loss(drafter: Eagle3 | MTP | CausalLM, target: CausalLM, batch: Batch, depths: int) -> Tensor:
@@ -511,17 +528,19 @@ def warm_start(name: str, target: CausalLM, work: Path) -> Drafter:
     return drafter
 
 
-def train_drafter(name: str, recipe: Recipe, work: Path) -> None:
+def train_drafter(name: str, recipe: Recipe, work: Path, compiled: bool) -> None:
     """Train one drafter on the rounded target's greedy text and write it to work/name."""
     torch.manual_seed(recipe.seed)
     target = load_target(work / "target").requires_grad_(False)
     drafter = warm_start(name, target, work)
     taps = () if isinstance(drafter, CausalLM) else drafter.taps
     batches = Batches(work, target, 8 if isinstance(drafter, DFlash) else 12, taps)
+    loss_of_blocks = torch.compile(block_loss) if compiled else block_loss
 
     def loss_of(step: int) -> Tensor:
         if isinstance(drafter, DFlash):
-            return block_loss(drafter, target, batches(step), 32 * 16 // drafter.config.block_size)
+            blocks = random_blocks(batches(step), 32 * 16 // drafter.config.block_size)
+            return loss_of_blocks(drafter, target, *blocks)
         return rollout_loss(drafter, target, batches(step), 1 if name == "draft" else 4)
 
     steps = getattr(recipe, f"{name}_steps")
@@ -543,7 +562,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("out/pair"), help="folder for all results")
     parser.add_argument("--documentation", type=Path, help="folder of reST sources (python3-doc's _sources)")
     parser.add_argument(
-        "--compile", action="store_true", help="compile the target's step (needs a C++ compiler)"
+        "--compile", action="store_true", help="compile the steps, twice as fast (needs a C++ compiler)"
     )
     parser.add_argument("--install", action="store_true", help="copy the results into the package")
     parser.add_argument("--threads", type=int, default=1)
@@ -570,7 +589,7 @@ def main() -> None:
         (args.work / "greedy.done").touch()
     for name in args.drafters:
         if not (args.work / name / "model.safetensors").exists():
-            train_drafter(name, recipe, args.work)
+            train_drafter(name, recipe, args.work, args.compile)
     if args.install:
         install(args.work)
 
