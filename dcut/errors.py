@@ -1,13 +1,16 @@
 """The one error type that a person is meant to read, and the guard that prints it as one line."""
 
 import argparse
+import contextlib
 import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
+
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # what asks a command to end
 
 
 class InputError(ValueError):
@@ -33,7 +36,7 @@ def guard(main: Callable[[], None]) -> int:
     """
     _tame_streams()
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS[1:]:
             signal.signal(number, _stop)
     try:
         main()
@@ -49,8 +52,33 @@ def guard(main: Callable[[], None]) -> int:
         return _say(f"error: not enough memory ({error}); ask for less", 2)
     except KeyboardInterrupt as error:
         number = error.args[0] if isinstance(error, Stopped) else signal.SIGINT
-        return _say("interrupted" if number == signal.SIGINT else "stopped", 128 + number)
+        return _say(_ended_by(number), 128 + number)
     return 0
+
+
+def leave(number: int, _frame: object = None) -> NoReturn:
+    """End the process here and now with the code of a signal: its handler while there is nothing to tidy up.
+
+    For where an exception would not do: native code turns it into its own, or aborts at an orderly end.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, f"{_ended_by(number)}\n".encode())  # print may be in the midst of another line
+    os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """What is asked to end within, such as an import of much native code, does so by `leave`."""
+    before = [signal.signal(number, leave) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _ended_by(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else "stopped"
 
 
 def _say(line: str, code: int) -> int:

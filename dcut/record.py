@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 
-from dcut.errors import InputError, Parser, guard
+from dcut.errors import InputError, Parser, at_once, guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,11 @@ def main() -> None:
     )
     config = Config(**vars(parser.parse_args()))
     try:
-        from runtime.recorder import record, summary
+        with at_once():
+            from runtime.recorder import record, summary
 
-        if config.engine == "vllm":
-            from runtime.vllm.recorder import record
+            if config.engine == "vllm":
+                from runtime.vllm.recorder import record
     except ModuleNotFoundError as error:
         if str(error.name).startswith("runtime"):  # this folder's own runtime/ came first
             raise InputError("run it as a module: python -m dcut.record") from error

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
-from dcut.errors import InputError
+from dcut.errors import InputError, leave
 from dcut.policies import DCut, parse_policy
 from dcut.runtime.serve import Config
 from runtime.drafter import open_drafter
@@ -469,22 +469,32 @@ def listen(host: str, port: int) -> socket.socket:
         raise OSError(error.errno, f"cannot listen on port {port}: {error.strerror}", host) from error
 
 
+class Server(uvicorn.Server):
+    """uvicorn's, which a signal ends at once while there is nothing yet to finish."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self._service.state == "starting":
+            leave(sig)  # the thread that builds the engine cannot be told to end
+        super().handle_exit(sig, frame)
+
+
 def serve(service: Service, app: FastAPI, listener: socket.socket) -> None:
-    """Run the service and its application until SIGTERM, SIGINT or the engine's end; finish what runs.
+    """Run the service and its application until a signal or the engine's end; finish what runs.
 
     Raises what broke the engine, KeyboardInterrupt after SIGINT.
     """
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE_S
     )
-    server = uvicorn.Server(config)
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    # uvicorn has its own handler while it runs, and raises the signal once more after that.
-    signal.signal(signal.SIGTERM, stop)
-    service.start(on_end=stop)
+    server = Server(config, service)
+    # uvicorn has its own handlers while it runs, and raises the signal once more after that.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, server.handle_exit)
+    service.start(on_end=lambda: setattr(server, "should_exit", True))
     try:
         server.run(sockets=[listener])
     finally:

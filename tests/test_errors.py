@@ -99,6 +99,26 @@ def test_a_signal_lets_the_command_tidy_up(number: signal.Signals, line: str) ->
     assert (command.returncode, out, err) == (128 + number, "tidied up\n", line)
 
 
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [(signal.SIGTERM, "stopped\n"), (signal.SIGHUP, "stopped\n"), (signal.SIGINT, "interrupted\n")],
+)
+def test_a_signal_ends_at_once_what_would_take_an_exception_for_something_else(
+    number: signal.Signals, line: str
+) -> None:
+    program = f"""import signal, sys
+from dcut.errors import at_once, guard
+def main():
+    with at_once():
+        try:
+            signal.raise_signal({number:d})
+        except BaseException as error:
+            raise ImportError from error
+sys.exit(guard(main))"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", line)
+
+
 def test_output_survives_a_terminal_without_the_character_and_a_closed_stream() -> None:
     program = "import sys\nfrom dcut.errors import guard\nsys.exit(guard(lambda: print('caf\\u00e9')))"
     ascii_only = {"PYTHONIOENCODING": "ascii", "PATH": ""}

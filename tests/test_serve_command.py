@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,30 @@ def test_sigterm_finishes_what_runs_writes_the_trace_and_ends_with_zero(
     assert not trace.meta["partial"]
     assert trace.meta["contradicted_decisions"] == 0
     assert trace.steps["num_emitted"].sum() == 199  # the first comes from the prefill
+
+
+@pytest.mark.parametrize(
+    ("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "stopped\n")]
+)
+def test_a_signal_while_the_engine_is_built_ends_the_server_at_once(
+    pair: Path, tmp_path: Path, number: signal.Signals, line: str
+) -> None:
+    command = [sys.executable, "-m", "dcut.runtime.serve", *options(pair), "--profile-s", "60", "--port", "0"]
+    place = {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **place},
+    ) as process:
+        assert process.stdout is not None
+        assert "starting" in process.stdout.readline()
+        time.sleep(1.0)  # into the loading, the compiling or the profile
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (128 + number, "", line)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(

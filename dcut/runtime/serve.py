@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from dcut.errors import InputError, Parser, guard
+from dcut.errors import InputError, Parser, at_once, guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ def _serve(both: argparse.ArgumentParser, default: Config) -> None:
     del options["engine"]
     config = _checked(Config(**options))
     try:
-        from runtime.server import run
+        with at_once():
+            from runtime.server import run
     except ModuleNotFoundError as error:
         raise _incomplete(error, "runtime") from error
     run(config)
