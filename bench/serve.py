@@ -102,7 +102,7 @@ async def load(
     url: str, key: str | None, prompts: Sequence[str], args: argparse.Namespace
 ) -> tuple[list[Outcome], float, str]:
     """Send args.requests, args.concurrency at a time: the outcomes, seconds taken, metrics at the end."""
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     rng = random.Random(args.seed)
     leave = [rng.randint(1, 6) if rng.random() < args.abandon else None for _ in range(args.requests)]

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # what asks a command to end
-
 
 class InputError(ValueError):
     """What the user gave cannot be used; the message names the value and the remedy in one line."""
@@ -36,7 +34,7 @@ def guard(main: Callable[[], None]) -> int:
     """
     _tame_streams()
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS[1:]:
+        for number in set(heeded()) - {signal.SIGINT}:
             signal.signal(number, _stop)
     try:
         main()
@@ -56,6 +54,12 @@ def guard(main: Callable[[], None]) -> int:
     return 0
 
 
+def heeded() -> list[signal.Signals]:
+    """The signals that ask a command to end, but for those it was started to ignore, as under nohup."""
+    asking = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    return [number for number in asking if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def leave(number: int, _frame: object = None) -> NoReturn:
     """End the process here and now with the code of a signal: its handler while there is nothing to tidy up.
 
@@ -69,11 +73,11 @@ def leave(number: int, _frame: object = None) -> NoReturn:
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
     """What is asked to end within, such as an import of much native code, does so by `leave`."""
-    before = [signal.signal(number, leave) for number in SIGNALS]
+    before = {number: signal.signal(number, leave) for number in heeded()}
     try:
         yield
     finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

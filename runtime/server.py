@@ -17,8 +17,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from dcut.errors import InputError, leave
+from dcut.errors import InputError, heeded, leave
 from dcut.policies import DCut, parse_policy
 from dcut.runtime.serve import Config
 from runtime.drafter import open_drafter
@@ -36,6 +37,7 @@ MAX_BODY = 4 << 20  # bytes of a request
 RETRY_AFTER_S = 1
 CONTEXT = 2048  # tokens of a prompt and its output at most, unless asked for more
 PROFILED_CONTEXT = 256  # tokens of the contexts that steps are measured with
+KEEP_ALIVE_S = 75  # of an idle connection; clients drop theirs sooner, and so never meet one that is closing
 GRACE_S = 300  # for running requests to end after SIGTERM
 
 
@@ -182,10 +184,13 @@ B = TypeVar("B", bound=Body)
 async def parse(request: Request, kind: type[B]) -> B:
     """The request's body as `kind`; ApiError 413 beyond MAX_BODY, 400 naming the option that is wrong."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"the request is longer than {MAX_BODY} bytes")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise ApiError(413, f"the request is longer than {MAX_BODY} bytes")
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client went away") from error
     try:
         return kind.model_validate_json(bytes(body))
     except ValidationError as error:
@@ -316,12 +321,12 @@ def create_app(service: Service, codec: Codec, model: str, api_key: str | None =
 
     async def answer(request: Request, body: GenerateBody, prompt: list[int], limit: int | None) -> Response:
         """Check what only the model can tell, take a place, and answer as a whole or as a stream."""
-        service.check_ready()
         check_model(body.model)
         if outside := [token for token in prompt if not 0 <= token < codec.vocab_size]:
             raise ApiError(400, f"prompt: token {outside[0]} is outside the vocabulary", param="prompt")
         if not prompt:
             raise ApiError(400, "the prompt is empty", param="prompt")
+        service.check_ready()  # only the engine knows its context
         room = service.max_context - len(prompt)
         if (limit or 1) > room:
             message = (
@@ -470,10 +475,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which a signal ends at once while there is nothing yet to finish."""
+    """uvicorn's over a service, which a signal ends at once while there is nothing yet to finish."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
+    def __init__(self, service: Service, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
         self._service = service
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -487,12 +501,9 @@ def serve(service: Service, app: FastAPI, listener: socket.socket) -> None:
 
     Raises what broke the engine, KeyboardInterrupt after SIGINT.
     """
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE_S
-    )
-    server = Server(config, service)
+    server = Server(service, app)
     # uvicorn has its own handlers while it runs, and raises the signal once more after that.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in set(heeded()) - {signal.SIGINT}:
         signal.signal(number, server.handle_exit)
     service.start(on_end=lambda: setattr(server, "should_exit", True))
     try:

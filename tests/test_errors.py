@@ -119,6 +119,18 @@ sys.exit(guard(main))"""
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", line)
 
 
+def test_what_a_command_was_started_to_ignore_it_ignores() -> None:
+    program = """import signal, sys
+from dcut.errors import at_once, guard
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+def main():
+    signal.raise_signal(signal.SIGHUP)
+    with at_once():
+        signal.raise_signal(signal.SIGHUP)
+sys.exit(guard(main))"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
 def test_output_survives_a_terminal_without_the_character_and_a_closed_stream() -> None:
     program = "import sys\nfrom dcut.errors import guard\nsys.exit(guard(lambda: print('caf\\u00e9')))"
     ascii_only = {"PYTHONIOENCODING": "ascii", "PATH": ""}

@@ -19,7 +19,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("fastapi")
 
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +29,7 @@ from dcut.policies import BudgetPolicy, DCut, Off
 from dcut.selector import Selection
 from runtime.engine import Emission, Request, Step
 from runtime.recorder import Log
-from runtime.server import create_app, listen
+from runtime.server import Server, create_app, listen
 from runtime.service import Service
 from runtime.text import Codec, TextStream
 
@@ -131,7 +130,7 @@ class Running:
     url: str
     engine: ScriptedEngine
     service: Service
-    server: uvicorn.Server
+    server: Server
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, trust_env=False, timeout=60, **options)
@@ -158,7 +157,7 @@ def running(
     engine = engine or ScriptedEngine()
     service = Service(lambda: (build() if build else engine, recorder), "dcut", max_waiting)
     app = create_app(service, CODEC, "scripted", api_key)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
+    server = Server(service, app)
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -519,9 +518,17 @@ def test_the_server_is_healthy_only_when_the_engine_is_ready() -> None:
             assert response.status_code == 503
             assert int(response.headers["Retry-After"]) >= 1
             assert "starting" in response.json()["error"]["message"]
+        for wrong, status in (({"model": "gpt-9"}, 404), ({"prompt": []}, 400), ({"max_tokens": "9"}, 400)):
+            assert client.post("/v1/completions", json=GOOD | wrong).status_code == status
         built.set()
         until(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def test_an_idle_connection_outlives_the_pool_of_a_client(server: Running) -> None:
+    expiry_s = httpx.Limits().keepalive_expiry
+    assert expiry_s is not None
+    assert server.server.config.timeout_keep_alive > 2 * expiry_s
 
 
 def test_overload_is_refused_and_passes() -> None:
@@ -566,6 +573,17 @@ def test_clients_that_go_away_free_their_places(stream: bool) -> None:
                 assert b"200 OK" in reply.readline()
         until(lambda: server.service.num_requests == 0 == len(engine.requests))
         assert server.metric('dcut_requests_total{end="cancelled"}') >= 8
+
+
+def test_a_client_that_goes_away_before_its_request_is_whole_is_no_error(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"mod')
+        until(lambda: len(server.server.server_state.tasks) == 1)
+    until(lambda: not server.server.server_state.tasks)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("abandon", [0.0, 0.5])
