@@ -31,6 +31,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
+        if self.target is not None and self.drafter is None:
+            raise InputError(f"--target {self.target} needs a --drafter: a directory, or ngram")
         if self.temperature < 0:
             raise InputError(f"--temperature {self.temperature:g} is negative: give 0 or more")
 
@@ -47,7 +49,9 @@ def main() -> None:
     )
     parser.add_argument("--target", metavar="DIR", help="Hugging Face directory (the built-in target)")
     parser.add_argument(
-        "--drafter", metavar="DIR", help="Hugging Face directory, or ngram (the built-in DFlash-16)"
+        "--drafter",
+        metavar="DIR",
+        help="Hugging Face directory or ngram (the built-in target: DFlash-16)",
     )
     parser.add_argument(
         "--prompts", metavar="FILE", help='JSON lines of {"prompt": ..., "domain": ...} (built-in, held out)'
@@ -59,7 +63,7 @@ def main() -> None:
         "--max-tokens", type=int, default=default.max_tokens, help="of an output (%(default)s)"
     )
     parser.add_argument("--temperature", type=float, default=default.temperature, help="(%(default)s)")
-    parser.add_argument("--requests", type=int, metavar="N", help="how many (every prompt once)")
+    parser.add_argument("--requests", type=int, metavar="N", help="the first so many prompts (all)")
     parser.add_argument("--resume", action="store_true", help="carry on with an interrupted recording")
     parser.add_argument("--seed", type=int, default=default.seed, help="(%(default)s)")
     parser.add_argument("--device", default=default.device, help="cpu, cuda, cuda:1, ... (%(default)s)")

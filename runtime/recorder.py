@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from runtime.kv_cache import Rows
 from runtime.models import CausalLM
 from runtime.pair import weights
 from runtime.profiler import Drift, cached_profile, device_name
-from runtime.text import Codec
+from runtime.text import Codec, read_texts
 from runtime.verifier import TorchVerifier, open_pair
 from traces.schema import DECISIONS, REQUESTS, STEPS, Trace, anchors_schema
 from traces.store import load, save, write_directory
@@ -362,26 +361,22 @@ class Prompt:
 
 
 def read_prompts(file: str | Path, codec: Codec, limit: int | None = None) -> list[Prompt]:
-    """Prompts from JSON lines {"prompt": text, "domain": optional}, the first `limit`, domains in turn.
+    """Prompts from a file of `read_texts`, the first `limit`, domains in turn.
 
-    Where the model has a chat template a prompt is what the user says. Raises InputError naming the line.
+    Where the model has a chat template a prompt is what the user says. Raises InputError on what is no such
+    file, and where it holds fewer than `limit`.
     """
+    texts = read_texts(file)
+    if limit is not None and limit > len(texts):
+        raise InputError(
+            f"{limit} requests are more than the {len(texts)} prompts of {file}: ask for fewer, or give more"
+        )
     found: dict[str | None, list[Prompt]] = {}
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            text, domain = entry["prompt"], entry.get("domain")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f'{file} line {number} is not a JSON object with a "prompt"') from error
-        if not isinstance(text, str) or not text:
-            raise InputError(f"{file} line {number}: the prompt is not text")
+    for text, domain in texts:
         tokens = codec.encode_chat([{"role": "user", "content": text}]) if codec.chats else codec.encode(text)
         found.setdefault(domain, []).append(Prompt(tokens, domain))
     rounds = itertools.zip_longest(*found.values())
-    prompts = [prompt for turn in rounds for prompt in turn if prompt][:limit]
-    if not prompts:
-        raise InputError(f"{file} holds no prompts")
-    return prompts
+    return [prompt for turn in rounds for prompt in turn if prompt][:limit]
 
 
 def describe(verifier: TorchVerifier, drafter: Drafter, target: Path, drafter_name: str) -> dict[str, Any]:

@@ -81,6 +81,28 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
+def read_texts(file: str | Path) -> list[tuple[str, str | None]]:
+    """Prompt and domain of each of the JSON lines {"prompt": text, "domain": optional text}.
+
+    Raises InputError naming the line, and where there are none.
+    """
+    texts = []
+    for number, line in enumerate(Path(file).read_bytes().splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            text, domain = entry["prompt"], entry.get("domain")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f'{file} line {number} is not a JSON object with a "prompt"') from error
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{file} line {number}: the prompt is not text")
+        if not isinstance(domain, str | None):
+            raise InputError(f"{file} line {number}: the domain is not text")
+        texts.append((text, domain))
+    if not texts:
+        raise InputError(f"{file} holds no prompts")
+    return texts
+
+
 class TextStream:
     """Tokens in, text out as soon as it is certain: whole characters, and nothing of a stop string.
 

@@ -25,8 +25,9 @@ from runtime import recorder as recorder_module
 from runtime.drafter import Seen
 from runtime.engine import Engine, Request, Step
 from runtime.models import causal
+from runtime.pair import weights
 from runtime.recorder import SLOTS, DensePass, Log, Recorder, read_prompts, record, run_closed, summary
-from runtime.text import Codec
+from runtime.text import Codec, read_texts
 from traces.schema import Trace
 from traces.store import load
 
@@ -300,18 +301,36 @@ def test_prompts_take_their_domains_in_turn(config: Config) -> None:
         ("{", "line 1 is not a JSON"),
         ('{"text": "a"}', "line 1 is not"),
         ('{"prompt": 3}', "not text"),
+        ('{"prompt": "a", "domain": ["b"]}', "line 1: the domain is not text"),
+        ('{"prompt": "\udce9"}', "line 1 is not a JSON"),
         ("", "no prompts"),
     ],
 )
 def test_prompts_that_are_none_are_named(config: Config, line: str, reason: str) -> None:
-    Path(str(config.prompts)).write_text(line)
+    Path(str(config.prompts)).write_text(line, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(InputError, match=reason):
         record(config)
 
 
+def test_prompts_may_hold_any_character_and_begin_with_a_byte_order_mark(config: Config) -> None:
+    line = json.dumps({"prompt": "ab\u2028cd"}, ensure_ascii=False)
+    Path(str(config.prompts)).write_text(line, encoding="utf-8-sig")
+    assert read_texts(str(config.prompts)) == [("ab\u2028cd", None)]
+
+
 def test_missing_models_are_named(config: Config, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
-        record(Config(config.out, target=str(tmp_path / "nowhere")))
+        record(Config(config.out, target=str(tmp_path / "nowhere"), drafter="ngram"))
+
+
+def test_a_drafter_alone_is_one_for_the_built_in_target(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "path", lambda name: Path(str(config.target)) if name == "target" else None)
+    trace = record(replace(config, target=None))
+    assert trace.meta["target"].startswith(Path(str(config.target)).name)
+    with pytest.raises(InputError, match="needs a --drafter"):
+        replace(config, drafter=None)
 
 
 @pytest.mark.parametrize(
@@ -319,6 +338,7 @@ def test_missing_models_are_named(config: Config, tmp_path: Path) -> None:
     [
         ({"concurrency": 0}, "--concurrency 0: give at least 1"),
         ({"requests": 0}, "--requests 0"),
+        ({"requests": 7}, "7 requests are more than the 6 prompts of .*prompts.jsonl: ask for fewer"),
         ({"max_tokens": 0}, "--max-tokens 0"),
         ({"temperature": -0.5}, "--temperature -0.5 is negative"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not here"),

@@ -84,7 +84,9 @@ def _serve(both: argparse.ArgumentParser, default: Config) -> None:
     )
     parser.add_argument("--target", metavar="DIR", help="Hugging Face directory (the built-in target)")
     parser.add_argument(
-        "--drafter", metavar="DIR", help="Hugging Face directory, or ngram (the built-in DFlash-16)"
+        "--drafter",
+        metavar="DIR",
+        help="Hugging Face directory or ngram (the built-in target: DFlash-16)",
     )
     parser.add_argument("--record", metavar="DIR", help="write what was served there, as a trace")
     parser.add_argument(
@@ -123,8 +125,8 @@ def _checked(config: Config) -> Config:
     for name in ("max_batch_size", "max_waiting", "max_context"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
-    if (config.target is None) != (config.drafter is None):
-        raise InputError("give --target and --drafter together, or neither for the built-in pair")
+    if config.target is not None and config.drafter is None:
+        raise InputError(f"--target {config.target} needs a --drafter: a directory, or ngram")
     return config
 
 
