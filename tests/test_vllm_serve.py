@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from scripted import plain_text
 from dcut.errors import guard
 from dcut.runtime.serve import main
 from runtime.pair import weights
+from runtime.profiler import cache_directory
 from runtime.recorder import read_prompts
 from runtime.text import Codec
 from runtime.verifier import open_target
@@ -39,18 +41,24 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def launch(place: Path, *options: str, **variables: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """The command with its caches and temporary files in `place`, in its own process group; and its log."""
+    variables = in_vllm.ENVIRONMENT | {"XDG_CACHE_HOME": str(place), "TMPDIR": str(place)} | variables
+    command = [sys.executable, "-m", "dcut.runtime.serve", "--engine", "vllm", *options]
+    log = place / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, cwd=ROOT, env=os.environ | variables, start_new_session=True
+        )
+    return process, log
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of the built-in pair under dcut, ready; ended by SIGTERM, without leftovers."""
     port, place = free_port(), tmp_path_factory.mktemp("serve")
-    variables = in_vllm.ENVIRONMENT | {"XDG_CACHE_HOME": str(place), "TMPDIR": str(place)}
-    options = ["--engine", "vllm", "--port", str(port), "--profile-s", "1", "--max-num-seqs", str(NUM_SEQS)]
-    command = [sys.executable, "-m", "dcut.runtime.serve", *options]
-    log = place / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=ROOT, env={**os.environ, **variables}
-        )
+    options = "--port", str(port), "--profile-s", "1", "--max-num-seqs", str(NUM_SEQS)
+    process, log = launch(place, *options)
     address = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(trust_env=False) as client:
@@ -219,6 +227,45 @@ def test_vllms_own_bench_finds_no_failure(url: str) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert re.search(r"Successful requests: +24\s", ran.stdout)
     idle(url)
+
+
+@pytest.mark.parametrize(
+    ("number", "amid"),
+    [
+        (signal.SIGTERM, "init engine"),  # then it profiles
+        pytest.param(signal.SIGINT, "init engine", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "Starting to load model", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_while_vllm_starts_ends_all_its_processes(
+    number: signal.Signals, amid: str, tmp_path: Path
+) -> None:
+    cache = str(cache_directory().parents[1] / "vllm")  # what vLLM knows of models, slow to find out
+    options = "--port", str(free_port()), "--profile-s", "120", "--max-num-seqs", "8"
+    process, log = launch(tmp_path, *options, VLLM_LOGGING_LEVEL="INFO", VLLM_CACHE_ROOT=cache)
+    try:
+        wait_for(lambda: amid in log.read_text(), START_S)
+        process.send_signal(number)
+        assert process.wait(10) == 128 + number
+        wait_for(lambda: not processes_of(process.pid), 10)
+        assert not list(tmp_path.glob("dcut-metrics-*"))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(there: Callable[[], bool], seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.1)
+
+
+def processes_of(group: int) -> list[str]:
+    """Those in a process group that have not ended."""
+    found = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True).stdout
+    rows = [line.split(None, 2) for line in found.splitlines()]
+    return [args for pgid, state, args in rows if int(pgid) == group and not state.startswith("Z")]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,18 @@
 import errno
 import json
 import os
+import shutil
+import signal
 import tempfile
 from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from types import FrameType
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from dcut.errors import InputError
+from dcut.errors import InputError, heeded, leave
 from dcut.runtime.serve import Config
 from runtime.pair import weights
 from runtime.vllm.options import Options
@@ -32,10 +37,10 @@ def run(config: Config, flags: Sequence[str]) -> None:
         # imported do their figures meet, and vLLM's /metrics then shows all that it finds there.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", directory)
         key = [] if config.api_key is None else ["--api-key", config.api_key]
-        _serve([*flags, "--host", config.host, "--port", str(config.port), *key])
+        _serve([*flags, "--host", config.host, "--port", str(config.port), *key], directory)
 
 
-def _serve(flags: list[str]) -> None:
+def _serve(flags: list[str], directory: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.platforms import current_platform
@@ -58,6 +63,7 @@ def _serve(flags: list[str]) -> None:
         AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, TypeError) as error:
         raise InputError(f"vLLM refuses this configuration: {_reason(error)}") from error
+    _end_at_once(directory)
     try:
         command.cmd(args)
     except OSError as error:
@@ -65,6 +71,34 @@ def _serve(flags: list[str]) -> None:
             raise
         reason = f"cannot listen on port {args.port}: {error.strerror}"
         raise OSError(error.errno, reason, args.host) from error
+
+
+def _end_at_once(directory: str) -> None:
+    """Let SIGTERM and SIGINT end vLLM's start with all its processes, until its server takes them over.
+
+    By itself it waits for the model to load and the profile to be measured, and may lose the signal.
+    directory: to be removed.
+    """
+    import psutil
+    from vllm.entrypoints.launchers.api_server import entry
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for child in psutil.Process().children(recursive=True):
+            if child.pid != getattr(
+                resource_tracker._resource_tracker, "_pid", None
+            ):  # frees what they shared
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+        leave(number)
+
+    def setting_up(*given: Any, **named: Any) -> Any:
+        """In place of setup_server, which vLLM calls once its own handler is set."""
+        for number in set(heeded()) - {signal.SIGHUP}:
+            signal.signal(number, end)
+        return setup(*given, **named)
+
+    setup, entry.setup_server = entry.setup_server, setting_up
 
 
 def _refuse(message: str) -> NoReturn:
