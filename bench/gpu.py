@@ -182,7 +182,7 @@ def run(
     output_tokens = engine.trace.arrays.output_tokens
     began, number = time.perf_counter(), 0
     steps: list[Step] = []
-    while time.perf_counter() - began < run_s:
+    while len(steps) < 5 or time.perf_counter() - began < run_s:
         while len(engine.waiting) < engine.max_batch_size:
             prompt = rng.integers(0, TINY.vocab_size, context // 2).tolist()
             most = min(int(output_tokens[number % len(output_tokens)]), context)
@@ -190,9 +190,10 @@ def run(
             number += 1
         known = [len(g.inputs) for g in graphs if g]
         step = engine.step()
-        if step and known == [len(g.inputs) for g in graphs if g]:
+        full = step and len(step.request_id) == engine.max_batch_size
+        if step and full and known == [len(g.inputs) for g in graphs if g]:
             steps.append(step)
-    steps = [s for s in steps[2:] if len(s.request_id) == engine.max_batch_size]
+    steps = steps[2:]
     total_s = sum(s.step_s for s in steps)
     models_s = sum(s.draft_s + s.verify_s for s in steps)
     return {

@@ -23,6 +23,8 @@ from tqdm import tqdm
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from dcut.calibration import area_under_curve
+from dcut.errors import Parser, guard
+from sim.arrivals import whole_number
 from traces.calibrate import row_domains
 from traces.schema import Trace
 from traces.store import open_trace
@@ -132,12 +134,11 @@ def interval(of: Callable[[np.ndarray], float], num_requests: int) -> tuple[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default="tiny-pair", help="default %(default)s")
-    parser.add_argument("--seeds", type=int, default=3, help="networks to average (default %(default)s)")
+    parser.add_argument("--seeds", default="3", metavar="N", help="networks to average (default %(default)s)")
     args = parser.parse_args()
+    seeds = range(whole_number("--seeds", args.seeds, 1))
     torch.set_num_threads(1)
     trace = open_trace(args.trace)
     arrays = trace.arrays
@@ -158,7 +159,7 @@ def main() -> None:
         fit = ~out & ~stop
         alone[out] = own(odds, labels, alive, ~out)[out]
         start = own(odds, labels, alive, fit)
-        ways = [network(start, seen, labels, alive, fit, ~out & stop, seed) for seed in range(args.seeds)]
+        ways = [network(start, seen, labels, alive, fit, ~out & stop, seed) for seed in seeds]
         all_known[out] = np.mean(ways, axis=0)[out]
     share = labels[alive].mean()
     nothing = -(share * np.log(share) + (1 - share) * np.log(1 - share))
@@ -178,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

@@ -19,7 +19,7 @@ import polars as pl
 import torch
 from tqdm import tqdm
 
-from dcut.errors import Parser, guard
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import parse_policies
 from runtime.engine import Engine, Request
 from runtime.pair import weights
@@ -27,6 +27,7 @@ from runtime.profiler import Drift, profile
 from runtime.recorder import Log, describe, read_prompts, settle, write_live
 from runtime.text import Codec
 from runtime.verifier import open_pair
+from sim.arrivals import whole_number
 from sim.engine import STEADY
 from sim.replay import parse_batch_sizes
 from sim.results import run_name
@@ -36,6 +37,8 @@ from traces.store import open_trace
 def figures(steps: pl.DataFrame, batch_size: int) -> dict[str, float]:
     """Of the steps in which the batch was at least 85 % full: throughput and where the time went."""
     steady = steps.filter(pl.col("batch_size") >= STEADY * batch_size)
+    if steady.is_empty():
+        raise InputError(f"no step had a batch of {batch_size}: give more --requests, or more --max-tokens")
     step_s, models_s = float(steady["step_s"].sum()), float((steady["draft_s"] + steady["verify_s"]).sum())
     num_emitted = float(steady["num_emitted"].sum())
     return {
@@ -66,8 +69,8 @@ def main() -> None:
     parser.add_argument("--prompts", default=str(weights.PROMPTS), metavar="FILE")
     parser.add_argument("--policy", default="off,full,ratio:0.5,dcut")
     parser.add_argument("--batch-size", default="1,4,8,16,32")
-    parser.add_argument("--requests", type=int, help="in a run (24, or four times the batch)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="without --trace (%(default)s)")
+    parser.add_argument("--requests", metavar="N", help="in a run (24, or four times the batch)")
+    parser.add_argument("--max-tokens", default="256", metavar="N", help="without --trace (%(default)s)")
     parser.add_argument("--trace", metavar="DIR", help="a recording of these prompts")
     parser.add_argument("--out", default="out/live", metavar="DIR")
     parser.add_argument("--profile-s", type=float, default=10.0, help="a batch size (%(default)s)")
@@ -75,26 +78,29 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     clock = time.perf_counter if args.wall else time.thread_time
-    sizes = parse_batch_sizes(args.batch_size)
+    sizes, max_tokens = parse_batch_sizes(args.batch_size), whole_number("--max-tokens", args.max_tokens, 1)
+    requests = None if args.requests is None else whole_number("--requests", args.requests, 1)
     prompts = read_prompts(args.prompts, Codec.load(Path(args.target)))
     trace = open_trace(args.trace) if args.trace else None
-    context = round(float(np.mean([len(prompt.tokens) for prompt in prompts])) + args.max_tokens / 3)
+    context = round(float(np.mean([len(prompt.tokens) for prompt in prompts])) + max_tokens / 3)
     if trace:
-        prompts, args.max_tokens = prompts[: len(trace.requests)], trace.meta["max_tokens"]
+        if "max_tokens" not in trace.meta:
+            raise InputError(f"--trace {args.trace} is no recording by dcut.record, but generated")
+        prompts, max_tokens = prompts[: len(trace.requests)], trace.meta["max_tokens"]
         context = round(float(trace.steps["context_tokens"].sum()) / float(trace.steps["batch_size"].sum()))
     texts = [prompt.tokens for prompt in prompts]
-    longest = max(map(len, texts)) + args.max_tokens
+    longest = max(map(len, texts)) + max_tokens
     policies = parse_policies(args.policy)
     verifier, drafter = open_pair(args.target, args.drafter, len(policies) * max(sizes), longest)
     about = describe(verifier, drafter, Path(args.target), Path(args.drafter).name)
-    about |= {"max_tokens": args.max_tokens, "clock": "wall" if args.wall else "cpu"}
+    about |= {"max_tokens": max_tokens, "clock": "wall" if args.wall else "cpu"}
     print("batch  policy       tok/s  tokens/step  step ms  engine's own  drift")
     for size in sizes:
         options: dict[str, Any] = {"budget_s": args.profile_s, "clock": clock, "progress": True}
         nearby = sorted({max(1, size // 2), size})  # the tail of a run drains below the batch size
         cost = profile(verifier, drafter, texts, context, nearby, **options).cost
-        count = min(args.requests or max(24, 4 * size), len(prompts))
-        asked = [(Request(i, p.tokens, args.max_tokens), p.domain) for i, p in enumerate(prompts[:count])]
+        count = min(requests or max(24, 4 * size), len(prompts))
+        asked = [(Request(i, p.tokens, max_tokens), p.domain) for i, p in enumerate(prompts[:count])]
         runs: dict[str, tuple[Engine, Log, Drift]] = {}
         for policy in policies.values():
             warm_up(Engine(verifier, drafter, policy, cost, size), [request for request, _ in asked])

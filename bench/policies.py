@@ -24,10 +24,11 @@ from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import parse_policy
-from sim.arrivals import request_order
+from sim.arrivals import request_order, whole_number
 from sim.engine import Engine
-from sim.replay import default_requests
+from sim.replay import default_requests, parse_batch_sizes
 from sim.results import figures
 from traces.schema import Trace
 from traces.store import open_trace
@@ -148,19 +149,20 @@ def decision_us(name: str, batch_size: int, calls: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", default="h20-qwen3-8b", help="default %(default)s")
     parser.add_argument("--batch-size", default="4,8,16,32,64", help="default %(default)s")
     parser.add_argument("--by-domain", action="store_true", help="each domain alone, and all")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="default %(default)s")
+    parser.add_argument("--seeds", default="1", metavar="N", help="default %(default)s")
     args = parser.parse_args()
-    sizes = [int(size) for size in args.batch_size.split(",")]
+    sizes, seeds = parse_batch_sizes(args.batch_size), whole_number("--seeds", args.seeds, 1)
+    trace = open_trace(args.trace)
+    if trace.cost is None:
+        raise InputError(f"trace {args.trace} has no cost table: replays need one")
     domains: list[str | None] = [None]
     if args.by_domain:
-        domains += open_trace(args.trace).requests["domain"].unique().sort().to_list()
-    found = every([Cell(args.trace, domain, size, args.seeds) for domain in domains for size in sizes])
+        domains += trace.requests["domain"].drop_nulls().unique().sort().to_list()
+    found = every([Cell(args.trace, domain, size, seeds) for domain in domains for size in sizes])
     if args.by_domain:
         show_shares(found, domains, sizes)
     else:
@@ -181,4 +183,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

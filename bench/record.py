@@ -19,6 +19,7 @@ from runtime.pair import weights
 from runtime.recorder import Log, read_prompts
 from runtime.text import Codec
 from runtime.verifier import open_pair
+from sim.arrivals import whole_number
 
 
 def main() -> None:
@@ -27,18 +28,19 @@ def main() -> None:
     parser.add_argument("--target", default=str(weights.HERE / "weights/target"), metavar="DIR")
     parser.add_argument("--drafter", default=str(weights.HERE / "weights/dflash16"), metavar="DIR")
     parser.add_argument("--prompts", default=str(weights.PROMPTS), metavar="FILE")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", default="64", metavar="N", help="(%(default)s)")
     args = parser.parse_args()
+    max_tokens = whole_number("--max-tokens", args.max_tokens, 2)
     torch.set_num_threads(1)
     prompts = read_prompts(args.prompts, Codec.load(Path(args.target)), 48)
-    longest = max(len(prompt.tokens) for prompt in prompts) + args.max_tokens
+    longest = max(len(prompt.tokens) for prompt in prompts) + max_tokens
     verifier, drafter = open_pair(args.target, args.drafter, 32, longest)
     print("batch  steps  step ms  recorder us a step  share")
     for batch_size in (1, 8, 32):
         engine = Engine(verifier, drafter, Full(), max_batch_size=batch_size, clock=time.thread_time)
         log, log_s = Log(), 0.0
         for i, prompt in enumerate(prompts[: 16 + batch_size]):
-            request = Request(i, prompt.tokens, args.max_tokens)
+            request = Request(i, prompt.tokens, max_tokens)
             log.expect(request, prompt.domain)
             engine.add(request)
         while step := engine.step():

@@ -6,6 +6,7 @@ Both replay the built-in trace h20-qwen3-8b at batch 64, D = 16, four buckets, i
 come out. Speeds are simulated steps a second of one core's CPU time, so that a busy machine counts little.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import reference
 
 from dcut import policies
+from dcut.errors import Parser, guard
 from dcut.selector import select
 from sim.arrivals import request_order
 from sim.engine import Engine, Run
@@ -40,6 +42,7 @@ def replay(trace: Trace, order: np.ndarray, selector: object) -> tuple[Run, floa
 
 
 def main() -> None:
+    Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     trace = open_trace("h20-qwen3-8b")
     order = request_order(trace, REQUESTS, seed=0)
     selectors = {"compiled selector": select, "numpy full sort": reference.select}
@@ -58,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

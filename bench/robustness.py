@@ -21,11 +21,12 @@ from tqdm import tqdm
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from dcut.cost import CostTable
-from dcut.errors import Parser, guard
+from dcut.errors import InputError, Parser, guard
 from dcut.policies import parse_policy
 from sim.arrivals import request_order
 from sim.engine import Engine, acceptance_lengths
 from sim.regret import Altered
+from sim.replay import parse_batch_sizes
 from sim.results import figures
 from traces.schema import Trace
 from traces.store import open_trace
@@ -150,8 +151,8 @@ def main() -> None:
     trace = open_trace(args.trace)
     cost = trace.cost
     if cost is None:
-        raise SystemExit(f"error: trace {args.trace} has no cost table")
-    sizes = [int(size) for size in args.batch_size.split(",")]
+        raise InputError(f"trace {args.trace} has no cost table: replays need one")
+    sizes = parse_batch_sizes(args.batch_size)
     names = [*RIVALS, "dcut-plus"]
     print(f"{args.trace}: dcut-plus over the best rival, and which that is")
     print(f"{'trouble':28}" + "".join(f"{f'batch {size}':>36}" for size in sizes))

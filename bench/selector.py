@@ -6,6 +6,7 @@ Prints the time of one selection by batch size and the ratio of the two, and wha
 step time (Qwen3-8B on H20, batch 64, smallest bucket: 55.2 ms) the selection is.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import reference
 
+from dcut.errors import Parser, guard
 from dcut.selector import select
 
 PUBLISHED_STEP_S = 0.0552
@@ -32,6 +34,7 @@ def once(function: Callable[..., object], calls: int, *arguments: np.ndarray) ->
 
 
 def main() -> None:
+    Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"D = 16, four buckets; median and range of {ROUNDS} interleaved rounds, in us")
     print(f"{'batch':>5}  {'compiled':>21}  {'numpy full sort':>24}  {'ratio':>6}")
     for batch in (1, 8, 64, 256, 1024):
@@ -52,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

@@ -28,8 +28,9 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from dcut.errors import Parser, guard
+from dcut.errors import InputError, Parser, guard
 from runtime.pair import weights
+from runtime.text import read_texts
 
 
 @dataclass
@@ -57,11 +58,13 @@ def served(*options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
         assert process.stdout is not None
         url = process.stdout.readline().partition(" ")[0]
         if not url:
-            raise SystemExit(f"the server did not start, exit code {process.wait()}")
+            raise InputError(f"the server did not start, exit code {process.wait()}")
         try:
             with httpx.Client(trust_env=False, timeout=60) as client:
                 while process.poll() is None and client.get(f"{url}/health").status_code != 200:
                     time.sleep(0.1)
+            if process.poll() is not None:
+                raise InputError(f"the server ended as it started, exit code {process.returncode}")
             yield url, process
         finally:
             process.send_signal(signal.SIGTERM)
@@ -109,7 +112,7 @@ async def load(
     async with httpx.AsyncClient(
         base_url=url, headers=headers, timeout=600, limits=limits, trust_env=False
     ) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         free = asyncio.Semaphore(args.concurrency)
 
         async def one(number: int) -> Outcome:
@@ -173,26 +176,35 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--url", help="of a server that runs already (default: start one)")
     parser.add_argument("--policy", default="dcut", help="of the servers to start (default: %(default)s)")
     parser.add_argument("--server-options", default="", help='further options, such as "--max-batch-size 8"')
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--requests", type=int, default=500, help="(%(default)s)")
+    parser.add_argument("--concurrency", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="(%(default)s)")
     parser.add_argument("--abandon", type=float, default=0.0, help="share of clients that go away")
     parser.add_argument("--prompts", type=Path, default=weights.PROMPTS, help='JSON lines {"prompt": ...}')
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    args = parser.parse_args()
+    for name in ("requests", "concurrency", "max_tokens"):
+        if (value := getattr(args, name)) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
+    if not 0 <= args.abandon <= 1:
+        raise InputError(f"--abandon {args.abandon:g} is outside 0..1")
+    return args
 
 
 def main() -> None:
     args = parse_args()
-    prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text("utf-8").splitlines()]
+    prompts = [text for text, _ in read_texts(args.prompts)]
     random.Random(args.seed).shuffle(prompts)
     key = os.environ.get("DCUT_API_KEY")
     good = True
     for policy in [None] if args.url else args.policy.split(","):
         options = [] if policy is None else ["--policy", policy, *args.server_options.split()]
-        with nullcontext((args.url, None)) if args.url else served(*options) as (url, _):
-            good &= report(policy or args.url, *asyncio.run(load(url, key, prompts, args)))
+        try:
+            with nullcontext((args.url, None)) if args.url else served(*options) as (url, _):
+                good &= report(policy or args.url, *asyncio.run(load(url, key, prompts, args)))
+        except httpx.HTTPError as error:
+            raise InputError(f"no use of the server at {args.url or 'a free port'}: {error}") from error
     sys.exit(0 if good else 1)
 
 

@@ -24,6 +24,10 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # in place of this folder
+
+from dcut.errors import InputError, Parser, guard
+
 RIVALS = ROOT / "out" / "rivals"
 PACKAGES = ("vidur==0.0.26", "sched-sim==0.2.1")
 
@@ -149,7 +153,8 @@ def timed(name: str) -> tuple[int, float]:
             cwd=place,
         )
     if done.returncode:
-        sys.exit(f"{name} failed: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().split("\n")
+        raise InputError(f"{name} failed: {said[-1]}")
     steps, seconds = json.loads(done.stdout.splitlines()[-1])
     return steps, seconds
 
@@ -161,27 +166,32 @@ def install() -> None:
     print(f"installing {', '.join(PACKAGES)} into {RIVALS.relative_to(ROOT)}", file=sys.stderr)
     venv.create(RIVALS, with_pip=True, clear=True)
     pip = [str(RIVALS / "bin" / "pip"), "install", "-q", "--disable-pip-version-check", *PACKAGES]
-    subprocess.run(pip, check=True)
+    if subprocess.run(pip, check=False).returncode:
+        raise InputError(f"pip cannot install {' and '.join(PACKAGES)}: it said why above")
     (RIVALS / "ready").touch()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare simulators by requests a second of CPU time.")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="in turns (%(default)s)")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", default=str(ROUNDS), metavar="N", help="in turns (%(default)s)")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        sys.path.insert(0, str(ROOT)) if args.run == "ours" else sys.path.pop(0)
+        if args.run != "ours":
+            del sys.path[0]  # a rival finds no folder of ours
         print(json.dumps(RUNS[args.run]()))
         return
+    from sim.arrivals import whole_number
+
+    rounds = whole_number("--rounds", args.rounds, 1)
     install()
     speeds: dict[str, list[float]] = {name: [] for name in RUNS}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for name, found in speeds.items():
             found.append(NUM_REQUESTS / timed(name)[1])
     print(
         f"{NUM_REQUESTS:,} requests of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, {AT_ONCE} at once; "
-        f"requests a CPU second: median and range of {args.rounds} rounds in turns"
+        f"requests a CPU second: median and range of {rounds} rounds in turns"
     )
     for name, found in speeds.items():
         found.sort()
@@ -189,10 +199,9 @@ def main() -> None:
         ratio = "" if name == "ours" else f"   ours is {best / middle:.1f} x as fast"
         print(f"{name:<20} {middle:>9,.0f} ({found[0]:,.0f}..{found[-1]:,.0f}){ratio}")
     if AZURE.exists():
-        sys.path.insert(0, str(ROOT))
         steps, seconds = ours(AZURE)
         print(f"{AZURE.name}: {steps:,} steps, {seconds:.1f} s")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

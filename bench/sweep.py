@@ -7,6 +7,7 @@ and compiling count for nothing in a long sweep. Two workers cannot be twice as 
 others use, so a loop that only counts is timed as well, by one process and by two: what the machine gave.
 """
 
+import argparse
 import multiprocessing
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from dcut.errors import Parser, guard
 from sim.sweep import Config, Steady, compute
 from traces.store import open_trace
 
@@ -50,6 +52,7 @@ def given(workers: int) -> float:
 
 
 def main() -> None:
+    Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     kinds = {"processes": None, **({"Ray": "local"} if find_spec("ray") else {})}
     found = []
     print(f"{CELLS} cells of {REQUESTS:,} requests: dcut at batch {BATCH_SIZE}; {ROUNDS} rounds in turns")
@@ -68,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guard(main))

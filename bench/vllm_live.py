@@ -13,6 +13,7 @@ recording of the same prompts, `python -m sim.validate --trace DIR --live OUT` c
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import polars as pl
 from tqdm import tqdm
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+if find_spec("vllm") is None:
+    print("error: there is no vLLM here: use .venv-vllm/bin/python (README, Inside vLLM)", file=sys.stderr)
+    sys.exit(2)
 
 from dcut.errors import InputError, Parser, guard
 from dcut.policies import Full, Off, parse_policies
@@ -32,6 +36,7 @@ from runtime.text import Codec
 from runtime.vllm.pruner import Pruner
 from runtime.vllm.recorder import calibrated, describe
 from runtime.vllm.session import Session
+from sim.arrivals import whole_number
 from sim.engine import STEADY
 from sim.results import run_name
 from traces.store import open_trace
@@ -102,30 +107,34 @@ def main() -> None:
     parser.add_argument("--drafter", default=str(weights.path("dflash16")), metavar="DIR")
     parser.add_argument("--prompts", default=str(weights.PROMPTS), metavar="FILE")
     parser.add_argument("--policy", default=f"{PLAIN},full,ratio:0.5,dcut")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each policy (%(default)s)")
-    parser.add_argument("--requests", type=int, help="in all (every prompt once)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="without --trace (%(default)s)")
+    parser.add_argument("--batch-size", default="32", metavar="N", help="(%(default)s)")
+    parser.add_argument("--rounds", default="3", metavar="N", help="turns of each policy (%(default)s)")
+    parser.add_argument("--requests", metavar="N", help="in all (every prompt once)")
+    parser.add_argument("--max-tokens", default="128", metavar="N", help="without --trace (%(default)s)")
     parser.add_argument("--trace", metavar="DIR", help="a recording of these prompts by --engine vllm")
     parser.add_argument("--out", default="out/vllm-live", metavar="DIR")
     parser.add_argument("--dtype", help="float32 on a CPU, else bfloat16")
     parser.add_argument("--profile-s", type=float, default=30.0, help="(%(default)s)")
     parser.add_argument("--wall", action="store_true", help="wall-clock times")
     args = parser.parse_args()
-    clock, size = time.perf_counter if args.wall else time.thread_time, args.batch_size
+    clock = time.perf_counter if args.wall else time.thread_time
+    size = whole_number("--batch-size", args.batch_size, 1)
+    rounds = whole_number("--rounds", args.rounds, 1)
+    max_tokens = whole_number("--max-tokens", args.max_tokens, 1)
+    requests = None if args.requests is None else whole_number("--requests", args.requests, 1)
     names = [name for name in args.policy.split(",") if name.strip() != PLAIN]
     policies = parse_policies(",".join(names))
-    prompts = read_prompts(args.prompts, Codec.load(Path(args.target)), args.requests)
+    prompts = read_prompts(args.prompts, Codec.load(Path(args.target)), requests)
     trace = open_trace(args.trace) if args.trace else None
     if trace:
-        prompts, args.max_tokens = prompts[: len(trace.requests)], trace.meta["max_tokens"]
-    if len(prompts) < 2 * size * args.rounds:
+        prompts, max_tokens = prompts[: len(trace.requests)], trace.meta["max_tokens"]
+    if len(prompts) < 2 * size * rounds:
         raise InputError(
-            f"{len(prompts)} requests never fill batch {size} for long in {args.rounds} rounds: "
-            f"give at least {2 * size * args.rounds}, or fewer --rounds"
+            f"{len(prompts)} requests never fill batch {size} for long in {rounds} rounds: "
+            f"give at least {2 * size * rounds}, or fewer --rounds"
         )
-    asked = [(Request(i, p.tokens, args.max_tokens), p.domain) for i, p in enumerate(prompts)]
-    longest = max(len(p.tokens) for p in prompts) + args.max_tokens
+    asked = [(Request(i, p.tokens, max_tokens), p.domain) for i, p in enumerate(prompts)]
+    longest = max(len(p.tokens) for p in prompts) + max_tokens
     session = Session(args.target, args.drafter, size, longest, args.dtype)
     session.clock = clock
     measured = session.profile(args.profile_s)
@@ -146,12 +155,12 @@ def main() -> None:
         choosers[name] = session.pruner.chooser
     logs = {name: Log() for name in engines}
     settle()
-    with tqdm(total=args.rounds * len(engines), unit=" turns", leave=False, disable=None) as bar:
-        for number in range(args.rounds):
+    with tqdm(total=rounds * len(engines), unit=" turns", leave=False, disable=None) as bar:
+        for number in range(rounds):
             for name in np.roll(list(engines), -number).tolist():
                 if name in choosers:
                     session.pruner.chooser = choosers[name]
-                run_closed(engines[name], asked[number :: args.rounds], logs[name])
+                run_closed(engines[name], asked[number::rounds], logs[name])
                 bar.update()
     print(f"batch {size}, {len(asked)} requests, {session.draft_length} drafts")
     print("policy        tok/s  tokens/step  step ms  verified  accepted  selection  outputs as the first")
@@ -175,7 +184,7 @@ def main() -> None:
                 f"{name} verifies {verified:.0%} of the drafts of full, keeps {accepted:.1%} of the accepted"
             )
     about = describe(session, Path(args.target), Path(args.drafter).name)
-    about |= {"max_tokens": args.max_tokens, "clock": "wall" if args.wall else "cpu", "batch_size": size}
+    about |= {"max_tokens": max_tokens, "clock": "wall" if args.wall else "cpu", "batch_size": size}
     for name in policies:
         write_live(Path(args.out) / run_name(name, size), logs[name], about | {"policy": name}, cost)
 

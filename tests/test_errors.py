@@ -69,6 +69,20 @@ COMMANDS = [
 ]
 
 
+BENCH = [path.stem for path in sorted((ROOT / "bench").glob("*.py"))]
+
+
+@pytest.mark.parametrize("name", BENCH)
+def test_every_benchmark_refuses_an_unknown_option_in_one_line(name: str) -> None:
+    if name not in ("policies", "replay", "robustness", "selector", "simulators", "sweep"):
+        pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, f"bench/{name}.py", "--no-such-option=1"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: ")
+
+
 @pytest.mark.parametrize("module", COMMANDS)
 def test_every_command_refuses_an_unknown_option_in_one_line(module: str) -> None:
     done = subprocess.run(
