@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from runtime.graphs import knots, powers_of_two
 from runtime.verifier import TorchVerifier, Verifier
 
 TOLERANCE = 0.2  # a step time this far from the profile, on the median, is worth saying
+NOISY = 0.3  # a profile whose times spread so far is not worth keeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,16 @@ class Profile:
     def __str__(self) -> str:
         origin = "from the cache" if self.cached else f"measured in {self.measured_s:.0f} s"
         return f"cost profile {origin}, spread {self.spread:.1%}"
+
+    @property
+    def warning(self) -> str:
+        """One line where the times scatter too much to be relied upon, else nothing."""
+        if self.spread <= NOISY:
+            return ""
+        return (
+            f"the cost profile is noisy, its times spread by {self.spread:.0%}: measure on a quiet machine, "
+            "or for longer (--profile-s, DCUT_PROFILE_S)"
+        )
 
 
 def profile(
@@ -121,7 +133,6 @@ def cached_profile(
     """
     about = {
         "target": repr(verifier.model.config),
-        "table": [field.name for field in fields(CostTable)],
         "drafter": [type(drafter).__name__, drafter.draft_length, repr(getattr(drafter, "model", None))],
         "device": device_name(verifier.device),
         "dtype": str(verifier.model.lm_head.weight.dtype),
@@ -137,14 +148,21 @@ def cached_profile(
 def cached(about: dict[str, Any], measure: Callable[[], Profile], directory: Path | None = None) -> Profile:
     """What was measured before for the same `about`, anything that JSON can hold; else what `measure` finds.
 
-    directory: of the cache; the user's own unless given.
+    A noisy profile is used, not kept, and said so on stderr. directory: of the cache; the user's own unless
+    given.
     """
+    about = about | {"table": [field.name for field in fields(CostTable)]}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     file = (directory or cache_directory()) / f"{digest}.json"
     if file.is_file():
         found = json.loads(file.read_text(encoding="utf-8"))
-        return Profile(CostTable.from_dict(found["cost"]), found["spread"], found["measured_s"], cached=True)
+        kept = Profile(CostTable.from_dict(found["cost"]), found["spread"], found["measured_s"], cached=True)
+        if not kept.warning:
+            return kept
     fresh = measure()
+    if fresh.warning:
+        print(f"{fresh.warning}; it is not kept", file=sys.stderr, flush=True)
+        return fresh
     document = {
         "about": about,
         "spread": fresh.spread,

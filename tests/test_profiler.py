@@ -1,6 +1,7 @@
 """The start-up profile: it measures what steps cost, is kept, and notices when it no longer fits."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from scripted import ScriptedDrafter, ScriptedVerifier, tiny_pair
 
 from dcut.policies import parse_policy
 from runtime.engine import Engine, Request
-from runtime.profiler import Drift, Profile, cached_profile, profile
+from runtime.profiler import Drift, Profile, cached, cached_profile, profile
 
 PROMPTS = [[1, 5, 2], [4, 4, 8, 1, 0, 3, 9], [7]]
 
@@ -105,7 +106,8 @@ def test_no_step_is_no_drift(measured: Profile) -> None:
 
 def test_a_profile_is_measured_once_for_the_same_models_and_context(tmp_path: Path) -> None:
     verifier, drafter = tiny_pair(num_slots=2)
-    options = {"directory": tmp_path / "new", "budget_s": 0.0}
+    ticks = itertools.count().__next__  # every step takes as long: a profile without noise
+    options = {"directory": tmp_path / "new", "budget_s": 0.0, "clock": ticks}
     first = cached_profile(verifier, drafter, PROMPTS, 20, **options)
     again = cached_profile(verifier, drafter, PROMPTS, 21, **options)
     assert (first.cached, again.cached) == (False, True)
@@ -116,6 +118,19 @@ def test_a_profile_is_measured_once_for_the_same_models_and_context(tmp_path: Pa
     other, its_drafter = tiny_pair("eagle3", num_slots=2)
     assert not cached_profile(other, its_drafter, PROMPTS, 20, **options).cached
     assert len(list((tmp_path / "new").glob("*.json"))) == 3
+
+
+def test_a_noisy_profile_is_used_once_and_said_so(
+    measured: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noisy = iter([replace(measured, spread=0.5), replace(measured, spread=0.4), measured])
+    for said in ("spread by 50%", "spread by 40%", "", ""):
+        found = cached({"machine": "busy"}, lambda: next(noisy), tmp_path)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == bool(said)
+        assert all(said in line and "--profile-s" in line and "not kept" in line for line in lines)
+        assert bool(list(tmp_path.iterdir())) == (not said)
+    assert found.cached
 
 
 def test_a_padded_verifier_is_profiled_as_a_staircase() -> None:

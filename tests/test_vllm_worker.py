@@ -21,6 +21,7 @@ from dcut.cost import CostTable, Sample
 from dcut.policies import parse_policy
 from dcut.protocol import BudgetPolicy
 from dcut.selector import Selection
+from runtime.engine import Step, empty_step
 from runtime.pair import weights
 from runtime.profiler import cache_directory
 
@@ -500,7 +501,44 @@ print(json.dumps([type(worker.dcut.policy).__name__, worker.dcut.cost.to_dict(),
     assert drift > 0
     assert requests
     assert min(requests) == 0, "the log begins with the user's requests"
-    assert len(list((tmp_path / "dcut" / "profiles").glob("*.json"))) == 1
+    assert len(list((tmp_path / "dcut" / "profiles").glob("*.json"))) == ("is noisy" not in done.stderr)
+
+
+def test_a_profile_keeps_to_its_time_and_to_batches_that_vllm_runs_whole(
+    dflash: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runtime.vllm import profiler
+
+    config = core(dflash).vllm_config
+    monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 256)
+    monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", 2048)
+    monkeypatch.setattr(config.cache_config, "num_gpu_blocks", 10**6)
+    profiling = profiler.Profiling(core(dflash))
+    assert profiling.sizes[-1] == 66  # of more, a step would leave some out: 16 rows and 15 drafts for each
+    now_s = 0.0
+
+    def steps(size: int, context: int, policies: list[str]) -> list[Step]:
+        nonlocal now_s
+        now_s += 0.01 * size * len(policies)
+        found = [empty_step(0.0, 100, 0.1, [])]
+        for depth, policy in enumerate(policies):
+            tokens, draft_s = size * (1 + depth), 0.0 if policy == "off" else 0.001
+            selection = Selection(np.full(size, depth), tokens, 0, 1.0)
+            times = 0.0, 0, 0.0, context * size, draft_s, 0.0, 0.001 * tokens, draft_s + 0.001 * tokens, None
+            ids = np.arange(size)
+            found += [Step(*times, ids, ids, selection, ids, size, [])] * 3
+        return found
+
+    monkeypatch.setattr(profiling, "steps", steps)
+    monkeypatch.setattr(profiler.time, "perf_counter", lambda: now_s)
+    reached = []
+    for budget_s in (1, 4, 16, 64):
+        now_s = 0.0
+        cost = profiling.profile(budget_s, whole=False).cost
+        assert 0.5 * budget_s < now_s < budget_s
+        assert cost.batch_sizes is not None
+        reached.append(cost.batch_sizes[-1])
+    assert reached == [4, 16, 64, 66]
 
 
 def test_the_server_ends_with_one_line_before_a_model_loads() -> None:

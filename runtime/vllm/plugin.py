@@ -19,6 +19,7 @@ ADAPTIVE_WORKER = "runtime.vllm.worker.AdaptiveWorker"
 
 HOOKS = (
     "engine.arg_utils:EngineArgs.create_engine_config",
+    "config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting",
     "v1.engine.core:EngineCore._initialize_effective_attention_block_size",
     "v1.worker.gpu_worker:Worker.load_model",
     "v1.worker.gpu_worker:Worker.execute_model",

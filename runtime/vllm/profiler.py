@@ -40,8 +40,15 @@ def start(core: Any) -> None:
     options = Options.read(config.additional_config)
     if options.profile_s and config.speculative_config.method not in UNSURE:
         profiling = Profiling(core)
-        found = cached(_about(config, profiling), lambda: profiling.profile(options.profile_s, whole=False))
-        logger.info("dcut: %s", found)
+
+        def measure() -> Profile:
+            logger.info("dcut: measuring what steps cost, for %g s", options.profile_s)
+            return profiling.profile(options.profile_s, whole=False)
+
+        found = cached(_about(config, profiling), measure)
+        sizes = found.cost.batch_sizes
+        assert sizes is not None, "a profile counts requests"
+        logger.info("dcut: %s, of 1 to %d requests", found, sizes[-1])
         tell("dcut_cost", args=(found.cost.to_dict(),))
     tell("dcut_policy", args=(options.policy,))
     tell("dcut_metrics")
@@ -62,7 +69,13 @@ class Profiling:
         self.at_once = min(len(self.policies), ((longest - self.context) // width - 3) // STEPS)
         self.room = (self.at_once * STEPS + 2) * width  # output tokens, more than those policies can emit
         fits = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-        most = min(config.scheduler_config.max_num_seqs, LARGEST, fits // (self.context + self.room + 64))
+        rows = width + config.speculative_config.max_num_new_slots_for_drafting  # of a request, at most
+        most = min(
+            config.scheduler_config.max_num_seqs,
+            config.scheduler_config.max_num_batched_tokens // rows,
+            LARGEST,
+            fits // (self.context + self.room + 64),
+        )
         self.sizes = powers_of_two(max(1, most))
         self.random = np.random.default_rng(0)
         self.hasher = None
@@ -75,15 +88,19 @@ class Profiling:
         """Time every batch size under every policy, round after round, as `runtime.profiler.profile` does.
 
         whole: every size at least once, however long it takes; else the larger ones, which take longest, are
-        left to the table's last slope once half of the time is spent. Leaves the prefix cache empty.
+        left to the table's last slope where they would take more than half of the time. Leaves the prefix
+        cache empty.
         """
         began = time.perf_counter()
         steps: list[Step] = []
         sizes: list[int] = []
         for size in self.sizes:
+            size_began = time.perf_counter()
             steps += self.steps(size, self.context, self.policies)
             sizes.append(size)
-            if not whole and time.perf_counter() - began > budget_s / 2:
+            ended = time.perf_counter()
+            next_s = 2 * (ended - size_began)  # at most, for up to twice the requests
+            if not whole and ended - began + next_s > budget_s / 2:
                 break
         round_s, largest = time.perf_counter() - began, sizes[-1]
         shorter = _times(

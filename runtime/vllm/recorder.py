@@ -172,7 +172,7 @@ def record(config: Config, progress: bool = False) -> Trace:
     session = Session(directory, spec, config.concurrency, longest, config.dtype, PROFILED, config.seed)
     session.clock = time.thread_time if config.cpu_time else time.perf_counter
     measured = session.profile(config.profile_s)
-    print(measured, file=sys.stderr)
+    print(measured.warning or measured, file=sys.stderr)
     dense = DensePass(session, progress)
     meta = describe(session, directory, spec.name) | settings(config)
     recorder = Recorder(out, dense, meta, measured.cost, every=None)
