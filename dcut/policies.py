@@ -74,6 +74,12 @@ class Fixed(UniformPolicy):
     def labels(self) -> tuple[str, ...]:
         return (f"first {self.first}",)
 
+    def check_drafts(self, longest: int) -> None:
+        if self.first > longest:
+            raise InputError(
+                f"fixed:{self.first} is more than the {longest} drafts of the drafter: give {longest} at most"
+            )
+
     def depth(self, batch_size: int, drafts: int, cost: CostTable | None) -> int:
         return min(self.first, drafts)
 

@@ -42,6 +42,12 @@ class BudgetPolicy:
         """A policy with no memory of other runs; this very one where it has no memory at all."""
         return self
 
+    def check_drafts(self, longest: int) -> None:
+        """Raise InputError where the policy names more drafts than the `longest` that the drafter proposes.
+
+        For what a user spelt, before a run; an engine gives such a policy what there is.
+        """
+
     def tuned(self, lengths: Callable[[], np.ndarray], cost: CostTable) -> "BudgetPolicy":
         """This policy tuned to a trace, where it is of the kind that is tuned beforehand; else itself.
 

@@ -413,6 +413,12 @@ class Dsd(UniformPolicy):
     def labels(self) -> tuple[str, ...]:
         return ("/".join(self.table) or "tuned",)
 
+    def check_drafts(self, longest: int) -> None:
+        if (most := max((length for _, length in self.pairs), default=0)) > longest:
+            raise InputError(
+                f"dsd:{'/'.join(self.table)} names {most} drafts, the drafter proposes {longest} at most"
+            )
+
     def tuned(self, lengths: Callable[[], np.ndarray], cost: CostTable) -> BudgetPolicy:
         if self.table:
             return self

@@ -55,6 +55,8 @@ def replay_load(load: Load, progress: bool = False) -> list[dict[str, Any]]:
     """
     policies = parse_policies(load.policy)
     (trace, cost), limits = priced(load), load.limits
+    for policy in policies.values():
+        policy.check_drafts(trace.draft_length)
     cost.check_batch_size(limits.max_num_seqs)
     if load.decision_lag is None:
         load = replace(load, decision_lag=int(limits.asynchronous))

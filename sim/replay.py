@@ -50,6 +50,8 @@ def replay(config: Config, progress: bool = False) -> list[dict[str, Any]]:
     """
     policies = parse_policies(config.policy)
     trace, cost = load.open_priced(config.trace, config.cost, config.seed)
+    for policy in policies.values():
+        policy.check_drafts(trace.draft_length)
     batch_sizes = checked_batch_sizes(cost, config.batch_sizes, config.requests)
     for batch_size in batch_sizes:
         if (num_requests := config.requests or default_requests(trace, batch_size)) > MOST_REQUESTS:

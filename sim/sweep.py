@@ -112,8 +112,10 @@ def sweep(config: Config, progress: bool = False) -> list[dict[str, Any]]:
     Raises InputError on what cannot be used, before the work wherever that can be known, and where
     `config.out` holds anything but cells of this very trace, cost table and traffic.
     """
-    policies = list(parse_policies(config.policy))
-    grid = _traffic(config) if config.rates else _steady(config)
+    policies = parse_policies(config.policy)
+    trace, grid = _traffic(config) if config.rates else _steady(config)
+    for policy in policies.values():
+        policy.check_drafts(trace.draft_length)
     cells = [
         replace(cell, policy=policy, seed=seed)
         for seed in range(config.seeds)
@@ -132,20 +134,20 @@ def sweep(config: Config, progress: bool = False) -> list[dict[str, Any]]:
             _write(out / CELLS / place(cell), pl.DataFrame([row]))
             bar.update()
     rows = [pl.read_parquet(out / CELLS / place(cell)).row(0, named=True) for cell in cells]
-    summary = _summary(rows, policies)
+    summary = _summary(rows, list(policies))
     _write(out / "summary.parquet", pl.DataFrame(summary))
     return summary
 
 
-def _steady(config: Config) -> list[Cell]:
-    """The batch sizes, each as a cell of plain decoding."""
-    _, cost = open_priced(config.trace, config.cost)
+def _steady(config: Config) -> tuple[Trace, list[Cell]]:
+    """The trace, and the batch sizes, each as a cell of plain decoding."""
+    trace, cost = open_priced(config.trace, config.cost)
     batch_sizes = checked_batch_sizes(cost, config.batch_sizes, config.requests)
-    return [Steady(config.trace, cost, config.requests, "off", size, 0) for size in batch_sizes]
+    return trace, [Steady(config.trace, cost, config.requests, "off", size, 0) for size in batch_sizes]
 
 
-def _traffic(config: Config) -> list[Cell]:
-    """The rates, each as a cell of plain decoding."""
+def _traffic(config: Config) -> tuple[Trace, list[Cell]]:
+    """The trace, and the rates, each as a cell of plain decoding."""
     assert config.load is not None
     base = replace(config.load, trace=config.trace, cost=config.cost, policy="off", out=None, timeline=None)
     trace, cost = priced(base)
@@ -153,7 +155,7 @@ def _traffic(config: Config) -> list[Cell]:
     cells = [replace(base, rate=rate) for rate in config.rates]
     for cell in cells:
         open_traffic(trace, cell.arrivals, cell.rate, cell.rate_scale, cell.lengths, cell.limit)
-    return [*cells]
+    return trace, [*cells]
 
 
 def run(cell: Cell) -> dict[str, Any]:

@@ -166,6 +166,7 @@ def test_prompts_computed_elsewhere_cost_nothing(console: Console) -> None:
         (("--kv-blocks", 5), "line 6: 33 prompt and 60 output tokens outgrow the KV memory of 64 tokens"),
         (("--kv-blocks", 4, "--arrivals", "poisson", "--rate", 5), "outgrow the KV memory of 48 tokens"),
         (("--max-num-seqs", 9), "batch size 9 is outside the measured range 2..8"),
+        (("--policy", "full,dsd:1x5"), "dsd:1x5 names 5 drafts, the drafter proposes 4 at most"),
         (("--slo", "ttft=0"), "--slo 'ttft=0'"),
         (("--batch-size", 4), "--max-num-seqs"),
         (("--arrivals", "poisson"), "rate"),

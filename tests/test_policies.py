@@ -183,6 +183,18 @@ def test_a_list_of_policies_is_split_where_a_new_name_begins() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [("fixed:8", "fixed:8 is more than the 7 drafts"), ("dsd:1x8/4x2", "dsd:1x8/4x2 names 8 drafts")],
+)
+def test_more_drafts_than_there_are_are_refused_where_a_user_names_them(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        parse_policy(text).check_drafts(7)
+    parse_policy(text).check_drafts(8)
+    for policy in SPECS:
+        parse_policy(policy).check_drafts(4)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("dcutt", "unknown policy 'dcutt', did you mean 'dcut'.; there are off, full, fixed, ratio, dcut"),

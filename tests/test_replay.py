@@ -221,6 +221,7 @@ def test_a_directory_with_other_things_is_left_alone(console: Console, trace: st
         (("--seed", "-1"), "--seed '-1'"),
         (("--policy", "dcutt"), "did you mean 'dcut'"),
         (("--policy", ""), "no policy named"),
+        (("--policy", "off,fixed:5"), "fixed:5 is more than the 4 drafts"),
         (("--cost", "absent.csv"), "absent.csv"),
         (("--decisions",), "--out DIR"),
         (("--out", "/dev/null/results"), "Not a directory"),

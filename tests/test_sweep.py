@@ -40,6 +40,12 @@ def config(trace: str, tmp_path: Path) -> Config:
     )
 
 
+def test_more_drafts_than_the_trace_holds_are_refused_before_any_cell(config: Config) -> None:
+    with pytest.raises(InputError, match="fixed:5 is more than the 4 drafts"):
+        sweep.sweep(dataclasses.replace(config, policy="full,fixed:5"))
+    assert not Path(config.out).exists()
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run the command with these arguments; its exit status."""

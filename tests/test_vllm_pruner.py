@@ -259,6 +259,7 @@ def configuration(
         ("dcut", configuration(), "needs speculative decoding"),
         ("dcu", configuration({}), "unknown policy 'dcu', did you mean 'dcut'"),
         ("oracle", configuration({}), "must know the future"),
+        ("fixed:8", configuration({}), "fixed:8 is more than the 7 drafts of the drafter: give 7 at most"),
         ("dcut", configuration({"method": "medusa"}), "does not know the speculative method 'medusa'"),
         ("dcut", configuration({"method": "ngram"}), "ngram drafts come without confidences.*fixed:K"),
         ("dcut", configuration({"use_local_argmax_reduction": True}), "set it to false"),
@@ -284,6 +285,13 @@ def test_a_policy_that_lacks_costs_is_refused_up_front_and_leaves_the_old_one_at
     of = pruner("full")
     with pytest.raises(InputError, match="cost table"):
         of.policy = parse_policy(policy)
+    assert of.policy == parse_policy("full")
+
+
+def test_a_policy_that_names_more_drafts_than_there_are_leaves_the_old_one_at_work() -> None:
+    of = pruner("full")
+    with pytest.raises(InputError, match="more than the"):
+        of.policy = parse_policy(f"fixed:{of.draft_length + 1}")
     assert of.policy == parse_policy("full")
 
 

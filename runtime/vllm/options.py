@@ -87,6 +87,7 @@ def check(options: Options, vllm_config: Any) -> None:
         raise InputError(
             f"dcut does not know the speculative method {method!r}: use {', '.join(CONFIDENT + UNSURE)}"
         )
+    policy.check_drafts(speculative.num_speculative_tokens)
     if not isinstance(policy, UniformPolicy):
         _check_confidences(options, speculative)
     if not options.profile_s or method in UNSURE:

@@ -97,7 +97,8 @@ class Pruner:
     def policy(self) -> BudgetPolicy:
         """What decides from the next proposal on; setting it makes it forget.
 
-        Raises InputError, and keeps the old one, for an oracle and for one that lacks a cost table.
+        Raises InputError, and keeps the old one, for an oracle, for one that lacks a cost table and for one
+        that names more drafts than there are.
         """
         return self.chooser.policy
 
@@ -241,6 +242,7 @@ def overhead(steps: Iterable[Step], batch_size: int) -> float:
 
 def rehearse(policy: BudgetPolicy, draft_length: int, cost: CostTable | None) -> None:
     """Ask a policy once, which compiles its code. Raises InputError where it could not run."""
+    policy.check_drafts(draft_length)
     chooser = Chooser(policy)
     chooser.policy.draft_length(2, draft_length, cost)
     chooser.select(np.full((2, draft_length), 0.5, np.float32), range(2), cost)
