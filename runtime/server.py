@@ -194,9 +194,10 @@ async def parse(request: Request, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(bytes(body))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(map(str, first["loc"]))
-        message = "this server knows no such option" if first["type"] == "extra_forbidden" else first["msg"]
+        # Where a value may be of several kinds, what is wrong deepest in it is of the kind that was meant.
+        wrong = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))
+        path = ".".join(map(str, wrong["loc"]))
+        message = "this server knows no such option" if wrong["type"] == "extra_forbidden" else wrong["msg"]
         raise ApiError(
             400, f"{path}: {message}" if path else message, param=path.partition(".")[0] or None
         ) from error
