@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from math import inf
 
 from dcut.errors import InputError, Parser, at_once, guard
 
@@ -33,8 +34,12 @@ class Config:
                 raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
         if self.target is not None and self.drafter is None:
             raise InputError(f"--target {self.target} needs a --drafter: a directory, or ngram")
-        if self.temperature < 0:
-            raise InputError(f"--temperature {self.temperature:g} is negative: give 0 or more")
+        if self.seed < 0:
+            raise InputError(f"--seed {self.seed} is negative: give 0 or more")
+        if not 0 <= self.temperature < inf:
+            raise InputError(f"--temperature {self.temperature:g}: give 0 or more")
+        if not 0 <= self.profile_s < inf:
+            raise InputError(f"--profile-s {self.profile_s:g}: give 0 or more seconds")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 import numpy as np
@@ -398,9 +399,16 @@ def describe(verifier: TorchVerifier, drafter: Drafter, target: Path, drafter_na
 def free_place(config: Config) -> Path:
     """Where the trace goes. Raises InputError where something is there that --resume does not ask for."""
     out = Path(config.out)
-    if out.exists() and any(out.iterdir()) and not config.resume:
+    if not empty(out) and not config.resume:
         raise InputError(f"{out} is not empty: give another place, or --resume to carry on with it")
     return out
+
+
+def empty(out: Path) -> bool:
+    """Whether nothing is at `out` yet. Raises OSError where nothing can be: before a long run, not after."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=out.parent):  # a trace is written beside its place, then renamed
+        return not out.exists() or not any(out.iterdir())
 
 
 def asked_for(config: Config, directory: Path) -> tuple[list[Prompt], int]:
@@ -455,7 +463,8 @@ def record(config: Config, progress: bool = False) -> Trace:
     directory = Path(config.target or weights.path("target"))
     prompts, longest = asked_for(config, directory)
     spec = config.drafter or weights.path("dflash16")
-    num_slots = max(config.concurrency, PROFILED)
+    batch_size = min(config.concurrency, len(prompts))
+    num_slots = max(batch_size, PROFILED)
     dtype = config.dtype or ("float32" if config.device == "cpu" else "bfloat16")
     verifier, drafter = open_pair(directory, spec, num_slots, longest, config.device, dtype)
     check_context(longest, config, verifier.model.config.max_position_embeddings)
@@ -469,7 +478,7 @@ def record(config: Config, progress: bool = False) -> Trace:
     )
     print(measured, file=sys.stderr)
     recorder = Recorder(out, dense, meta, measured.cost)
-    engine = Engine(verifier, drafter, Full(), measured.cost, config.concurrency, config.seed, clock=clock)
+    engine = Engine(verifier, drafter, Full(), measured.cost, batch_size, config.seed, clock=clock)
     asked = [
         (Request(i, prompt.tokens, config.max_tokens, config.temperature), prompt.domain)
         for i, prompt in enumerate(prompts)

@@ -28,7 +28,7 @@ from runtime.engine import Request as EngineRequest
 from runtime.models import read_config
 from runtime.pair import weights
 from runtime.profiler import cached_profile
-from runtime.recorder import SLOTS, DensePass, Recorder, describe, read_prompts
+from runtime.recorder import SLOTS, DensePass, Recorder, describe, empty, read_prompts
 from runtime.service import Failed, Refused, Service, Ticket, serveable
 from runtime.text import Codec, TextStream
 from runtime.verifier import open_pair
@@ -426,7 +426,7 @@ def run(config: Config) -> None:
     serveable(config.policy)
     directory = Path(config.target or weights.path("target"))
     codec = Codec.load(directory)
-    if config.record and Path(config.record).exists() and any(Path(config.record).iterdir()):
+    if config.record and not empty(Path(config.record)):
         raise InputError(f"{config.record} is not empty: give another place")
     with listen(config.host, config.port) as listener:
         host = f"[{config.host}]" if ":" in config.host else config.host

@@ -93,7 +93,7 @@ def read_texts(file: str | Path) -> list[tuple[str, str | None]]:
             text, domain = entry["prompt"], entry.get("domain")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f'{file} line {number} is not a JSON object with a "prompt"') from error
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str) or not text or text.encode("utf-8", "ignore").decode() != text:
             raise InputError(f"{file} line {number}: the prompt is not text")
         if not isinstance(domain, str | None):
             raise InputError(f"{file} line {number}: the domain is not text")

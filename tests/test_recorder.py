@@ -301,6 +301,7 @@ def test_prompts_take_their_domains_in_turn(config: Config) -> None:
         ("{", "line 1 is not a JSON"),
         ('{"text": "a"}', "line 1 is not"),
         ('{"prompt": 3}', "not text"),
+        ('{"prompt": "a \\ud800"}', "not text"),
         ('{"prompt": "a", "domain": ["b"]}', "line 1: the domain is not text"),
         ('{"prompt": "\udce9"}', "line 1 is not a JSON"),
         ("", "no prompts"),
@@ -340,7 +341,10 @@ def test_a_drafter_alone_is_one_for_the_built_in_target(
         ({"requests": 0}, "--requests 0"),
         ({"requests": 7}, "7 requests are more than the 6 prompts of .*prompts.jsonl: ask for fewer"),
         ({"max_tokens": 0}, "--max-tokens 0"),
-        ({"temperature": -0.5}, "--temperature -0.5 is negative"),
+        ({"temperature": -0.5}, "--temperature -0.5: give 0 or more"),
+        ({"temperature": float("nan")}, "--temperature nan"),
+        ({"profile_s": float("inf")}, "--profile-s inf"),
+        ({"seed": -1}, "--seed -1 is negative"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not here"),
         ({"device": "abacus"}, "device 'abacus' is not here"),
         ({"dtype": "float8"}, "use one of float32"),
@@ -353,6 +357,17 @@ def test_what_cannot_be_recorded_is_said_in_one_line(
 ) -> None:
     with pytest.raises(InputError, match=reason):
         record(replace(config, **change))
+
+
+def test_where_nothing_can_be_written_is_said_before_anything_slow(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        record(replace(config, out=str(tmp_path / "file" / "out"), drafter="nowhere"))
+
+
+def test_more_places_than_requests_cost_nothing(config: Config) -> None:
+    trace = record(replace(config, concurrency=10**9))
+    assert trace.steps["batch_size"].to_numpy().max() == 6
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:

@@ -55,6 +55,7 @@ def test_a_missing_extra_is_named_in_one_line() -> None:
         (["--port", "70000"], "--port 70000"),
         (["--max-batch-size", "0"], "--max-batch-size 0"),
         (["--max-context", "-3"], "--max-context -3"),
+        (["--profile-s", "nan"], "--profile-s nan"),
         (["--target", "nowhere"], "--target nowhere needs a --drafter"),
         (["--policy", "dcat"], "did you mean 'dcut'"),
         (["--target", "nowhere", "--drafter", "ngram"], "nowhere/tokenizer.json is missing"),

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from math import inf
 
 from dcut.errors import InputError, Parser, at_once, guard
 
@@ -125,6 +126,8 @@ def _checked(config: Config) -> Config:
     for name in ("max_batch_size", "max_waiting", "max_context"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} {value}: give at least 1")
+    if not 0 <= config.profile_s < inf:
+        raise InputError(f"--profile-s {config.profile_s:g}: give 0 or more seconds")
     if config.target is not None and config.drafter is None:
         raise InputError(f"--target {config.target} needs a --drafter: a directory, or ngram")
     return config
