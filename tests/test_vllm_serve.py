@@ -274,10 +274,11 @@ def processes_of(group: int) -> list[str]:
         (["--policy", "dcat"], "did you mean 'dcut'"),
         (["--policy", "oracle"], "must know the future"),
         (["--port", "70000"], "--port 70000"),
-        (["--profile-s", "-1"], "profile_s -1"),
+        (["--profile-s", "-1"], "-1"),
         (["--no-such-option", "3"], "unrecognized arguments: --no-such-option"),
         (["--max-num-seqs", "many"], "--max-num-seqs"),
-        ([str(weights.path("target"))], "needs speculative decoding"),
+        ([str(weights.path("target"))], "error: dcut policy 'dcut' needs speculative decoding"),
+        (["--policy", "fixed:16"], "error: fixed:16 is more than the 15 drafts"),
         ([str(weights.path("target")), "--speculative-config", "{}"], "vLLM refuses this configuration"),
         (["no/such/model"], "no/such/model"),
     ],
@@ -290,9 +291,24 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", ["serve", "--engine", "vllm", *options])
     assert guard(main) == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(lines) == 1
-    assert says in lines[0]
+    (line,) = capfd.readouterr().err.splitlines()  # vLLM keeps quiet
+    assert line.startswith("error: ")
+    assert says in line
+
+
+def test_an_engine_that_does_not_start_ends_the_command_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+
+    monkeypatch.setattr(ServeSubcommand, "cmd", fail)
+    monkeypatch.setattr(sys, "argv", ["serve", "--engine", "vllm"])
+    assert guard(main) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "EngineCore above say why" in line
 
 
 def test_a_port_that_is_taken_is_refused_in_one_line(

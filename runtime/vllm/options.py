@@ -22,6 +22,9 @@ CONFIDENT = ("dflash", "eagle", "eagle3", "mtp", "draft_model")
 UNSURE = ("ngram",)
 """Those that give none: only policies that do not look at confidences can run with them."""
 
+KV_CACHE_BYTES = 2 << 30
+"""Of our own engines on a CPU, where vLLM would claim nearly all of the machine's memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

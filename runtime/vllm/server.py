@@ -3,12 +3,13 @@
 
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from dcut.errors import InputError, heeded, leave
 from dcut.runtime.serve import Config
 from runtime.pair import weights
-from runtime.vllm.options import Options
+from runtime.vllm.options import KV_CACHE_BYTES, Options
 from runtime.vllm.speculation import speculation
 
 
@@ -55,22 +56,43 @@ def _serve(flags: list[str], directory: str) -> None:
         if args.speculative_config is None:
             pair += ["--speculative-config", json.dumps(speculation(weights.path("dflash16")))]
         if current_platform.is_cpu():
-            pair += ["--enforce-eager", "--dtype", "float32"]
+            pair += ["--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
         args = parser.parse_args([*pair, *flags])
     try:
-        command.validate(args)
-        args.model = args.model_tag or args.model
-        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        with _unheard():
+            command.validate(args)
+            args.model = args.model_tag or args.model
+            AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    except InputError:
+        raise
     except (ValueError, TypeError) as error:
         raise InputError(f"vLLM refuses this configuration: {_reason(error)}") from error
     _end_at_once(directory)
     try:
         command.cmd(args)
+    except RuntimeError as error:
+        if not str(error).startswith("Engine core initialization failed"):
+            raise
+        raise InputError("vLLM's engine did not start: the lines of its EngineCore above say why") from error
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
             raise
         reason = f"cannot listen on port {args.port}: {error.strerror}"
         raise OSError(error.errno, reason, args.host) from error
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Log no warnings and less: a refusal is to stand alone, and what is accepted vLLM configures again."""
+    import vllm.logger as logger
+
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for once in (logger._print_info_once, logger._print_warning_once):
+            once.cache_clear()  # it was not heard
 
 
 def _end_at_once(directory: str) -> None:

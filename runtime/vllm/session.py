@@ -23,14 +23,13 @@ from dcut.policies import BudgetPolicy
 from runtime.engine import Request, Step
 from runtime.models import read_config
 from runtime.profiler import Profile
+from runtime.vllm.options import KV_CACHE_BYTES
 from runtime.vllm.plugin import register
 from runtime.vllm.profiler import Profiling
 from runtime.vllm.pruner import Pruner
 from runtime.vllm.speculation import speculation
 
 ROOM = 1024  # tokens that a context may have at least, where the target allows it: profiles want some
-
-KV_CACHE_BYTES = 2 << 30  # on a CPU, where vLLM would claim nearly all of the machine's memory
 
 
 class Session:
