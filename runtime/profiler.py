@@ -19,12 +19,14 @@ import torch
 from tqdm import tqdm
 
 from dcut.cost import CostTable, Sample
+from dcut.errors import InputError
 from dcut.policies import BudgetPolicy, Fixed, Full, Off
 from runtime.drafter import Drafter
 from runtime.engine import Engine, Request, Running, Step
 from runtime.graphs import knots, powers_of_two
 from runtime.verifier import TorchVerifier, Verifier
 
+LEAST_CONTEXT = 8  # tokens; steps are also measured at a quarter of them
 TOLERANCE = 0.2  # a step time this far from the profile, on the median, is worth saying
 NOISY = 0.3  # a profile whose times spread so far is not worth keeping
 
@@ -71,6 +73,7 @@ def profile(
     as usual and the drafter has as much to catch up with. batch_sizes: powers of two up to the verifier's
     slots unless given. Every point is measured in turn, round after round, until `budget_s` of real time is
     spent, at least twice each; the table takes medians. A context for which there is no room is cut.
+    Raises InputError where there is next to none.
     """
     began = time.perf_counter()
     sizes = list(batch_sizes or powers_of_two(verifier.num_slots))
@@ -81,7 +84,13 @@ def profile(
     contexts: list[float] = []
     max_graph_tokens = 0
 
-    context = min(context, engine.max_context - _room(engine))
+    room = engine.max_context - _room(engine)
+    if room < LEAST_CONTEXT:
+        least = LEAST_CONTEXT + _room(engine)
+        raise InputError(
+            f"a context of {engine.max_context} tokens is too short to measure steps: {least} do"
+        )
+    context = min(max(context, LEAST_CONTEXT), room)
     batch, _ = _fill(engine, prompts, -(-context // 4))
     shorter = _at_one_context(engine, batch)
     _empty(engine, batch)
@@ -154,11 +163,13 @@ def cached(about: dict[str, Any], measure: Callable[[], Profile], directory: Pat
     about = about | {"table": [field.name for field in fields(CostTable)]}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     file = (directory or cache_directory()) / f"{digest}.json"
-    if file.is_file():
+    try:
         found = json.loads(file.read_text(encoding="utf-8"))
         kept = Profile(CostTable.from_dict(found["cost"]), found["spread"], found["measured_s"], cached=True)
         if not kept.warning:
             return kept
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is none, or none that can be read
     fresh = measure()
     if fresh.warning:
         print(f"{fresh.warning}; it is not kept", file=sys.stderr, flush=True)
@@ -169,10 +180,13 @@ def cached(about: dict[str, Any], measure: Callable[[], Profile], directory: Pat
         "measured_s": fresh.measured_s,
         "cost": fresh.cost.to_dict(),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        print(f"the cost profile is not kept: {error}", file=sys.stderr, flush=True)
     return fresh
 
 

@@ -32,6 +32,7 @@ from traces.schema import DECISIONS, REQUESTS, STEPS, Trace, anchors_schema
 from traces.store import load, save, write_directory
 
 PROFILED = 64  # requests a step at least that the cost table covers
+MEASURED = 128  # tokens of context at least that there is room for, so that steps can be measured
 SLOTS = 32  # anchors of one text that the dense pass drafts from at once
 
 
@@ -466,7 +467,8 @@ def record(config: Config, progress: bool = False) -> Trace:
     batch_size = min(config.concurrency, len(prompts))
     num_slots = max(batch_size, PROFILED)
     dtype = config.dtype or ("float32" if config.device == "cpu" else "bfloat16")
-    verifier, drafter = open_pair(directory, spec, num_slots, longest, config.device, dtype)
+    room = max(longest, MEASURED)
+    verifier, drafter = open_pair(directory, spec, num_slots, room, config.device, dtype)
     check_context(longest, config, verifier.model.config.max_position_embeddings)
     alone = open_drafter(spec, verifier.model, SLOTS + 1, longest + drafter.draft_length)
     dense = DensePass(verifier.model, alone, longest, config.temperature, config.seed)

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 from scripted import ScriptedDrafter, ScriptedVerifier, tiny_pair
 
+from dcut.errors import InputError
 from dcut.policies import parse_policy
 from runtime.engine import Engine, Request
 from runtime.profiler import Drift, Profile, cached, cached_profile, profile
@@ -86,6 +87,14 @@ def test_profiling_leaves_no_request_and_no_slot_behind() -> None:
     assert tokens == clock.verifier.say([3, 1], 9)
 
 
+def test_a_context_too_short_to_measure_steps_is_refused() -> None:
+    verifier, drafter = tiny_pair(max_tokens=19)  # two steps may take 12
+    with pytest.raises(InputError, match="19 tokens is too short to measure steps: 20 do"):
+        profile(verifier, drafter, [[1, 2, 3]], 64)
+    verifier, drafter = tiny_pair(max_tokens=20)
+    assert profile(verifier, drafter, [[1, 2, 3]], 1, budget_s=0.0).cost.plain_seconds(2) > 0
+
+
 def test_drift_tells_how_far_steps_are_from_the_profile(measured: Profile) -> None:
     for factor, policy in ((1.0, "full"), (1.0, "off"), (1.5, "full"), (0.6, "ratio:0.5")):
         clock = Clock(factor=factor)
@@ -118,6 +127,20 @@ def test_a_profile_is_measured_once_for_the_same_models_and_context(tmp_path: Pa
     other, its_drafter = tiny_pair("eagle3", num_slots=2)
     assert not cached_profile(other, its_drafter, PROMPTS, 20, **options).cached
     assert len(list((tmp_path / "new").glob("*.json"))) == 3
+
+
+def test_a_cache_that_cannot_be_read_or_written_is_done_without(
+    measured: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cached({}, lambda: measured, tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text(encoding="utf-8")
+    for damage in (whole[:50], "[]", "\0"):
+        file.write_text(damage, encoding="utf-8")
+        assert not cached({}, lambda: measured, tmp_path).cached
+        assert file.read_text(encoding="utf-8") == whole
+    assert cached({}, lambda: measured, file / "below") is measured
+    assert "the cost profile is not kept" in capsys.readouterr().err
 
 
 def test_a_noisy_profile_is_used_once_and_said_so(

@@ -365,6 +365,11 @@ def test_where_nothing_can_be_written_is_said_before_anything_slow(config: Confi
         record(replace(config, out=str(tmp_path / "file" / "out"), drafter="nowhere"))
 
 
+def test_a_short_prompt_with_a_short_answer_is_recorded(config: Config) -> None:
+    Path(str(config.prompts)).write_text('{"prompt": "a"}')
+    assert record(replace(config, max_tokens=2)).requests["output_tokens"].to_list() == [2]
+
+
 def test_more_places_than_requests_cost_nothing(config: Config) -> None:
     trace = record(replace(config, concurrency=10**9))
     assert trace.steps["batch_size"].to_numpy().max() == 6
