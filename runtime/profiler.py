@@ -104,12 +104,14 @@ def profile(
         while num_rounds < 2 or (time.perf_counter() - began) * (1 + 1 / num_rounds) < budget_s:
             for size in sizes:
                 for policy in policies:
+                    if isinstance(policy, Off):
+                        plain = _plain(engine, batch[:size])
+                        times.setdefault(("plain", size, None), []).extend(s.step_s for s in plain)
+                        contexts.extend(s.context_tokens / size for s in plain)
+                        continue
                     first, second = _twice(engine, batch[:size], policy)
                     contexts.append(second.context_tokens / size)
                     max_graph_tokens = max(max_graph_tokens, second.graph_tokens or 0)
-                    if isinstance(policy, Off):
-                        times.setdefault(("plain", size, None), []).append(second.step_s)
-                        continue
                     times.setdefault(("draft", size, None), []).append(second.draft_s)
                     verify_s = times.setdefault(("verify", size, second.selection.num_verify_tokens), [])
                     verify_s += [first.step_s - first.draft_s, second.step_s - second.draft_s]
@@ -236,7 +238,7 @@ class Times(NamedTuple):
 
 
 def _at_one_context(engine: Engine, batch: list[Running]) -> Times:
-    plain = [_twice(engine, batch, Off())[1] for _ in range(6)]
+    plain = [step for _ in range(3) for step in _plain(engine, batch)]
     full = [step for _ in range(6) for step in _twice(engine, batch, Full())]
     return Times(
         min(s.step_s for s in plain),
@@ -313,6 +315,11 @@ def _twice(engine: Engine, batch: list[Running], policy: BudgetPolicy) -> tuple[
     assert first, "the batch is not empty"
     assert second, "two steps end no request"
     return first, second
+
+
+def _plain(engine: Engine, batch: list[Running]) -> list[Step]:
+    """Steps amid a run of plain decoding: its first ones find the caches as the drafter left them."""
+    return [_twice(engine, batch, Off())[1] for _ in range(4)][2:]
 
 
 def device_name(device: torch.device) -> str:
