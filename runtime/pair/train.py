@@ -79,10 +79,10 @@ class Recipe:
     unloop_rounds: int = 1
     unloop_steps: int = 80
     held_out_each: int = 64
-    greedy_each: int = 1500
+    greedy_each: int = 3000
     greedy_tokens: int = 192
-    dflash16_steps: int = 9500
-    dflash8_steps: int = 300
+    dflash16_steps: int = 16_500
+    dflash8_steps: int = 900
     eagle3_steps: int = 550
     mtp_steps: int = 350
     draft_steps: int = 350
