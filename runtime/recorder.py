@@ -406,16 +406,36 @@ def free_place(config: Config) -> Path:
 
 
 def empty(out: Path) -> bool:
-    """Whether nothing is at `out` yet. Raises OSError where nothing can be: before a long run, not after."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=out.parent):  # a trace is written beside its place, then renamed
-        return not out.exists() or not any(out.iterdir())
+    """Whether nothing is at `out` yet. Raises InputError where nothing can be, before a long run."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out.parent):  # a trace is written beside its place, then renamed
+            return not out.exists() or not any(out.iterdir())
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror}") from error
 
 
 def asked_for(config: Config, directory: Path) -> tuple[list[Prompt], int]:
     """The prompts of a recording, and the tokens of the longest with its output. directory: the target's."""
     prompts = read_prompts(config.prompts or weights.PROMPTS, Codec.load(directory), config.requests)
     return prompts, max(len(prompt.tokens) for prompt in prompts) + config.max_tokens
+
+
+def remaining(
+    config: Config, prompts: Sequence[Prompt], recorder: Recorder
+) -> list[tuple[Request, str | None]]:
+    """The requests, with their domains, that the trace does not hold yet.
+
+    Raises InputError where those it holds did not start from these prompts.
+    """
+    kept = dict(recorder.kept["requests"].select("request_id", "prompt_tokens").iter_rows())
+    if any(kept.get(i, len(prompt.tokens)) != len(prompt.tokens) for i, prompt in enumerate(prompts)):
+        raise InputError(f"{recorder.out} was begun with other prompts: give those, or another place")
+    return [
+        (Request(i, prompt.tokens, config.max_tokens, config.temperature), prompt.domain)
+        for i, prompt in enumerate(prompts)
+        if i not in kept
+    ]
 
 
 def check_context(longest: int, config: Config, most: int) -> None:
@@ -473,19 +493,16 @@ def record(config: Config, progress: bool = False) -> Trace:
     alone = open_drafter(spec, verifier.model, SLOTS + 1, longest + drafter.draft_length)
     dense = DensePass(verifier.model, alone, longest, config.temperature, config.seed)
     meta = describe(verifier, drafter, directory, Path(spec).name) | settings(config)
+    recorder = Recorder(out, dense, meta, None)
+    asked = remaining(config, prompts, recorder)
     texts = [prompt.tokens for prompt in prompts]
     context = round(float(np.mean([len(text) for text in texts])) + config.max_tokens / 2)
     measured = cached_profile(
         verifier, drafter, texts, context, budget_s=config.profile_s, clock=clock, progress=progress
     )
     print(measured, file=sys.stderr)
-    recorder = Recorder(out, dense, meta, measured.cost)
+    recorder.cost = measured.cost
     engine = Engine(verifier, drafter, Full(), measured.cost, batch_size, config.seed, clock=clock)
-    asked = [
-        (Request(i, prompt.tokens, config.max_tokens, config.temperature), prompt.domain)
-        for i, prompt in enumerate(prompts)
-        if i not in recorder.done
-    ]
 
     def serve() -> None:
         drift = Drift(measured.cost)

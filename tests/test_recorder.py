@@ -282,6 +282,9 @@ def test_an_interrupt_keeps_what_finished_and_resume_completes_it(
         record(config)
     assert "carry on with --resume" in capsys.readouterr().err
     assert load(config.out).meta["partial"]
+    (other := Path(config.out).with_name("other")).write_text('{"prompt": "abcdefghabcdefgh"}')
+    with pytest.raises(InputError, match="begun with other prompts"):
+        record(replace(config, resume=True, prompts=str(other)))
     trace = record(replace(config, resume=True))
     assert len(trace.requests) == 6
     assert not load(config.out).meta["partial"]
@@ -361,7 +364,7 @@ def test_what_cannot_be_recorded_is_said_in_one_line(
 
 def test_where_nothing_can_be_written_is_said_before_anything_slow(config: Config, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(InputError, match="out cannot be written"):
         record(replace(config, out=str(tmp_path / "file" / "out"), drafter="nowhere"))
 
 
