@@ -555,3 +555,32 @@ def test_the_server_ends_with_one_line_before_a_model_loads() -> None:
     assert done.stderr.strip().splitlines()[-1].startswith("error: ngram drafts come without confidences")
     assert "Traceback" not in done.stderr
     assert "Loading" not in done.stderr
+
+
+# ---- last, for the engines that end here take from the others what they share -----------------------------
+
+
+@pytest.fixture(scope="module")
+def spoken_in_bfloat16() -> list[list[int]]:
+    engine = running(dtype="bfloat16")
+    said = tokens(next(engine), prompts())
+    next(engine, None)
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_in_bfloat16_too_the_text_is_that_of_plain_decoding(
+    method: str, spoken_in_bfloat16: list[list[int]]
+) -> None:
+    engine = running(method, dtype="bfloat16")
+    llm = next(engine)
+    worker(llm).dcut.cost = COST
+    policies = [parse_policy("full"), Random(), parse_policy("off")]
+    if method != "ngram":
+        policies.append(parse_policy("dcut:buckets=0.25"))
+    for policy in policies:
+        worker(llm).dcut.policy = policy
+        assert tokens(llm, prompts()) == spoken_in_bfloat16
+    del llm
+    next(engine, None)
