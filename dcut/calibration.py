@@ -224,29 +224,37 @@ class Calibration:
 def fit_isotonic(
     confidences: np.ndarray, num_accepted: np.ndarray, keep_depth: np.ndarray | None = None
 ) -> Calibration:
-    """The best rising curve for each position (pool adjacent violators), by its observed labels alone.
+    """Of each position the best rising curve (pool adjacent violators), which makes survival up to it honest.
+
+    A block drafter's later confidences also tell of its earlier drafts: behind a high one more drafts were
+    reached than the confidences before it promised. So what is accepted at a confidence is divided by the
+    survival that the curves before it promise, not by how many drafts were reached.
 
     confidences [rows, drafts], num_accepted [rows]; keep_depth [rows] where not all drafts were verified.
-    Neighbouring positions share a curve until it rests on `FEWEST_LABELS` labels. Every pooled block counts
-    one label more, of the curve's own mean, so that no probability is 0 or 1 for want of data.
+    Neighbouring positions share a curve until it rests on `FEWEST_LABELS` labels; all but the first of them
+    count what was reached. Every pooled block counts one label more, of the curve's own mean, so that no
+    probability is 0 or 1 for want of data.
     """
     x = _clipped_log_odds(check_confidences(confidences))
     k = np.arange(x.shape[1])
-    seen = k <= num_accepted[:, None]
-    if keep_depth is not None:
-        seen &= k < keep_depth[:, None]
+    verified = np.full(x.shape, True) if keep_depth is None else k < keep_depth[:, None]
+    reached = verified & (k <= num_accepted[:, None])
     curves: list[tuple[np.ndarray, np.ndarray]] = []
-    first = 0
+    first, before = 0, np.ones(len(x))
     for last in k:
-        enough = seen[:, first : last + 1].sum() >= FEWEST_LABELS
+        enough = reached[:, first : last + 1].sum() >= FEWEST_LABELS
         if not enough and (last < k[-1]):
             continue
         if not enough and curves:  # the rest is too thin for a curve of its own
             curves += curves[-1:] * (last + 1 - first)
             break
-        rows, position = np.nonzero(seen[:, first : last + 1])
+        weight = reached[:, first : last + 1].astype(np.float64)
+        weight[:, 0] = before * verified[:, first]
+        rows, position = np.nonzero(weight)
         labels = position + first < num_accepted[rows]
-        curves += [_rising(x[rows, position + first], labels)] * (last + 1 - first)
+        curve = _rising(x[rows, position + first], labels, weight[rows, position])
+        curves += [curve] * (last + 1 - first)
+        before *= np.interp(x[:, first : last + 1], *curve).prod(axis=1)
         first = last + 1
     return Calibration("isotonic", tuple(curves))
 
@@ -297,22 +305,22 @@ def _clipped_log_odds(confidences: np.ndarray) -> np.ndarray:
         return np.clip(np.log(c) - np.log1p(-c), -MAX_LOG_ODDS, MAX_LOG_ODDS)
 
 
-def _rising(x: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rising step curve of label by x with the least squared error, as points in its blocks' middles."""
+def _rising(x: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rising step curve of label / weight by x with the least squared error, as its blocks' middles."""
     order = np.argsort(x, kind="stable")
-    mean = (label.sum() + 0.5) / (len(label) + 1.0)
-    middle, share = _pool(x[order], label[order].astype(np.float64), mean)
+    mean = min(label.sum() + 0.5, weight.sum() + 0.5) / (weight.sum() + 1.0)
+    middle, share = _pool(x[order], label[order].astype(np.float64), weight[order], mean)
     keep = np.append(np.diff(middle) > 1e-9, True)
     return middle[keep], np.maximum.accumulate(share)[keep]
 
 
 @compiled
-def _pool(x: np.ndarray, label: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
-    """Pool adjacent violators: mean x and share of each block, drawn to `mean` by one label."""
+def _pool(x: np.ndarray, label: np.ndarray, weight: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
+    """Pool adjacent violators: mean x and share of each block, drawn to `mean` by one label, at most all."""
     size, sum_x, sum_label = np.empty(len(x)), np.empty(len(x)), np.empty(len(x))
     blocks = 0
     for i in range(len(x)):
-        size[blocks], sum_x[blocks], sum_label[blocks] = 1.0, x[i], label[i]
+        size[blocks], sum_x[blocks], sum_label[blocks] = weight[i], weight[i] * x[i], label[i]
         blocks += 1
         while blocks > 1 and (
             sum_label[blocks - 2] * size[blocks - 1] >= sum_label[blocks - 1] * size[blocks - 2]
@@ -322,5 +330,5 @@ def _pool(x: np.ndarray, label: np.ndarray, mean: float) -> tuple[np.ndarray, np
             size[blocks - 1] += size[blocks]
             sum_x[blocks - 1] += sum_x[blocks]
             sum_label[blocks - 1] += sum_label[blocks]
-    share = (sum_label[:blocks] + mean) / (size[:blocks] + 1.0)
+    share = (np.minimum(sum_label[:blocks], size[:blocks]) + mean) / (size[:blocks] + 1.0)
     return sum_x[:blocks] / size[:blocks], share

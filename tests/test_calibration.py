@@ -173,13 +173,30 @@ def test_a_calibration_survives_its_file_and_refuses_another() -> None:
 
 def test_held_out_requests_of_the_built_in_pair_are_judged_honest() -> None:
     trace = open_trace("tiny-pair")
-    held_out = hold_out(trace, 0.5, seed=0)
-    values = survivals(trace, fit(trace, ~held_out, 0), {})
-    verdict = {v.calibration: v for v in judge(trace, values, held_out) if v.domain == "all"}
-    assert verdict["isotonic"].ece <= 0.02
-    assert verdict["isotonic"].auc >= verdict["raw"].auc
-    assert verdict["online"].ece <= 0.03
-    assert verdict["online"].auc >= verdict["raw"].auc - 1e-3
+    online, raw_auc = [], []
+    for seed in range(4):
+        held_out = hold_out(trace, 0.5, seed=seed)
+        values = survivals(trace, fit(trace, ~held_out, seed), {})
+        verdict = {v.calibration: v for v in judge(trace, values, held_out) if v.domain == "all"}
+        for kind in ("isotonic", "temperature"):
+            assert verdict[kind].ece <= 0.02
+            assert verdict[kind].auc >= verdict["raw"].auc
+        online.append(verdict["online"])
+        raw_auc.append(verdict["raw"].auc)
+    assert np.mean([v.ece for v in online]) <= 0.03  # one run of 300 steps scatters by 0.005
+    assert np.mean([v.auc for v in online]) >= np.mean(raw_auc) - 1e-3
+
+
+def test_isotonic_curves_are_honest_where_later_confidences_tell_of_earlier_drafts() -> None:
+    rng = np.random.default_rng(0)
+    luck, own = rng.choice([-1.0, 1.0], (20000, 1)), rng.normal(1.5, 1.0, (20000, 8))
+    hits = rng.random(own.shape) < 1 / (1 + np.exp(-own - luck))
+    shown = own + luck * np.arange(8) / 7  # the luck of a block shows in its later confidences only
+    confidences, accepted = (1 / (1 + np.exp(-shown))).astype(np.float32), np.cumprod(hits, 1).sum(1)
+    fitted = fit_isotonic(confidences[:10000], accepted[:10000])
+    survival = np.cumprod(fitted.probabilities(confidences[10000:]), axis=1)
+    label = np.arange(8) < accepted[10000:, None]
+    assert expected_calibration_error(survival, label) < 0.022  # 0.035 by shares of the drafts reached
 
 
 def test_learning_online_repeats_itself() -> None:
