@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scenes import make_cost, make_trace
 
@@ -191,6 +191,7 @@ def test_the_same_traffic_gives_the_same_bytes(
     st.integers(0, 9),
     st.sampled_from(("off", "full", "fixed:2", "ratio:0.5", "dcut")),
 )
+@example([7, 6], 4, 7, 8, "ratio:0.5")
 @settings(max_examples=40)
 def test_with_everything_free_and_all_there_at_once_it_equals_the_closed_loop(
     lengths: list[int], draft_length: int, batch_size: int, seed: int, spec: str
@@ -212,7 +213,10 @@ def test_with_everything_free_and_all_there_at_once_it_equals_the_closed_loop(
         service, seen = run(traffic, spec, limits)
     names = ["start_s", "batch_size", "num_verify_tokens", "context_tokens", "step_s", "num_emitted"]
     assert seen.steps[0][names].tolist() == closed.steps[names].tolist()
-    assert service.ledger.books["finish_s"].tolist() == closed.spans["finish_s"].tolist()
+    # Requests that replay the same recording tie where they meet: either may be the one that is kept deeper.
+    ends = (service.ledger.books["finish_s"].tolist(), closed.spans["finish_s"].tolist())
+    by_recording = [sorted(zip(order.tolist(), finish_s, strict=True)) for finish_s in ends]
+    assert by_recording[0] == by_recording[1]
 
 
 @given(scenes())
