@@ -62,7 +62,12 @@ def trace(place: Path) -> Trace:
 
 
 def test_vllm_and_our_own_engine_record_the_same(trace: Trace, place: Path) -> None:
-    other = ours.record(config(place / "ours"))
+    check_alike(trace, ours.record(config(place / "ours")))
+    assert load(place / "trace").anchors.equals(trace.anchors)
+
+
+def check_alike(trace: Trace, other: Trace) -> None:
+    """vLLM's recording beside our own engine's."""
     assert trace.meta["contradicted_decisions"] == 0
     columns = ["request_id", "domain", "prompt_tokens", "output_tokens", "finish_reason"]
     assert (
@@ -76,7 +81,6 @@ def test_vllm_and_our_own_engine_record_the_same(trace: Trace, place: Path) -> N
     equal = mine["num_accepted"].to_numpy() == theirs["num_accepted"].to_numpy()
     assert equal.mean() >= 0.999
     np.testing.assert_allclose(mine["confidences"].to_numpy(), theirs["confidences"].to_numpy(), atol=2e-3)
-    assert load(place / "trace").anchors.equals(trace.anchors)
 
 
 def test_every_token_comes_from_a_step_or_a_prompt(trace: Trace) -> None:
@@ -163,7 +167,7 @@ def test_an_interrupted_recording_is_carried_on(
         ({"device": "cuda"}, "leave it out"),
         ({"drafter": "ngram"}, "no confidences"),
         ({"drafter": "nowhere"}, "nowhere/config.json is missing"),
-        ({"target": "nowhere"}, "nowhere/tokenizer.json is missing"),
+        ({"target": "nowhere", "drafter": "nowhere"}, "nowhere/tokenizer.json is missing"),
         ({"max_tokens": 5000}, "more than the 2048"),
     ],
 )
@@ -208,3 +212,15 @@ def test_costs_beyond_the_profile_are_found_in_the_steps() -> None:
 def test_what_vllm_itself_refuses_is_told_as_bad_input() -> None:
     with pytest.raises(InputError, match=r"vLLM does not start: (.|\n)*float7"):
         Session(weights.path("target"), None, 1, 64, dtype="float7")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle3", "draft"])  # last: their engines take what the module's shares
+def test_with_other_drafters_too_both_record_the_same(
+    drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "Session", Session)
+    options = {"drafter": str(weights.path(drafter)), "requests": 16}
+    trace = recorder.record(config(tmp_path / "vllm", **options))
+    check_alike(trace, ours.record(config(tmp_path / "ours", **options)))
+    assert trace.draft_length == 7
