@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from dcut.errors import InputError, heeded, leave
+from dcut.errors import InputError, at_once, heeded, leave
 from dcut.policies import DCut, parse_policy
 from dcut.runtime.serve import Config
 from runtime.drafter import open_drafter
@@ -472,11 +472,12 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen on port {port}: {error.strerror}", host) from error
+        reason = str(error.strerror).partition(" (")[0]  # what follows says the address again
+        raise OSError(error.errno, f"cannot listen on port {port}: {reason}", host) from error
 
 
 class Server(uvicorn.Server):
-    """uvicorn's over a service, which a signal ends at once while there is nothing yet to finish."""
+    """uvicorn's, which ends at once on a signal while there is nothing to finish, and on a second Ctrl-C."""
 
     def __init__(self, service: Service, app: FastAPI) -> None:
         super().__init__(
@@ -492,7 +493,8 @@ class Server(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self._service.state == "starting":
+        again = self.should_exit and sig == signal.SIGINT
+        if again or self._service.state == "starting":
             leave(sig)  # the thread that builds the engine cannot be told to end
         super().handle_exit(sig, frame)
 
@@ -510,4 +512,5 @@ def serve(service: Service, app: FastAPI, listener: socket.socket) -> None:
     try:
         server.run(sockets=[listener])
     finally:
-        service.close()
+        with at_once():  # a further signal does not wait for what is still to be written
+            service.close()
