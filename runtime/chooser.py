@@ -47,3 +47,13 @@ class Chooser:
         """Drop a request that ended."""
         for seen in self.history:
             seen.pop(request, None)
+
+
+def rehearse(policy: BudgetPolicy, draft_length: int, cost: CostTable | None) -> None:
+    """Take a policy through one step, which compiles its code. Raises InputError where it could not run."""
+    policy.check_drafts(draft_length)
+    chooser = Chooser(policy)
+    chooser.policy.draft_length(2, draft_length, cost)
+    depth = chooser.select(np.full((2, draft_length), 0.5, np.float32), range(2), cost).keep_depth
+    if policy.learns:
+        chooser.policy.observe(depth, np.minimum(depth, 1), 0.01)

@@ -36,8 +36,7 @@ from dcut.cost import CostTable
 from dcut.errors import InputError
 from dcut.protocol import BudgetPolicy, UniformPolicy
 from dcut.rivals import keep_best
-from runtime.chooser import Chooser
-from runtime.vllm.pruner import rehearse
+from runtime.chooser import Chooser, rehearse
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.adaptive_verification"
 _MANAGER = "AdaptiveVerificationManager"

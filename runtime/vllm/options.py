@@ -13,8 +13,7 @@ from typing import Any
 from dcut.errors import InputError
 from dcut.policies import parse_policy
 from dcut.protocol import BudgetPolicy, UniformPolicy
-from runtime.chooser import Chooser
-from runtime.vllm.pruner import rehearse
+from runtime.chooser import Chooser, rehearse
 
 CONFIDENT = ("dflash", "eagle", "eagle3", "mtp", "draft_model")
 """vLLM's speculative methods whose drafters give a probability for each draft."""

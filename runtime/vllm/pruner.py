@@ -13,7 +13,7 @@ from dcut.errors import InputError
 from dcut.policies import BudgetPolicy
 from dcut.scores import survival
 from dcut.selector import Selection
-from runtime.chooser import Chooser
+from runtime.chooser import Chooser, rehearse
 from runtime.engine import Emission, Step, empty_step
 from runtime.profiler import Drift
 
@@ -238,16 +238,6 @@ def overhead(steps: Iterable[Step], batch_size: int) -> float:
     if not some:
         raise InputError(f"no step without prompts held {batch_size} requests")
     return sum(s.select_s for s in some) / sum(s.step_s for s in some)
-
-
-def rehearse(policy: BudgetPolicy, draft_length: int, cost: CostTable | None) -> None:
-    """Take a policy through one step, which compiles its code. Raises InputError where it could not run."""
-    policy.check_drafts(draft_length)
-    chooser = Chooser(policy)
-    chooser.policy.draft_length(2, draft_length, cost)
-    depth = chooser.select(np.full((2, draft_length), 0.5, np.float32), range(2), cost).keep_depth
-    if policy.learns:
-        chooser.policy.observe(depth, np.minimum(depth, 1), 0.01)
 
 
 def number(request_id: str) -> int:
