@@ -256,7 +256,8 @@ class Plus(BudgetPolicy):
     - Not drafting saves the drafter as well, and a drafter with several lengths (`cost.draft_lengths`) may be
       asked for fewer. The choice is what brought most tokens for its time lately; the others are tried again
       now and then, each for at most 0.2 % of the tokens.
-    - Where decisions lag, the budget follows the last 64 or so request-steps rather than one old step.
+    - Where decisions lag, the budget follows the last 4 steps, or 64 request-steps if those are fewer, rather
+      than one old step.
     Without a cost table it verifies everything.
     """
 
@@ -577,10 +578,10 @@ def _admit(
 
 @compiled
 def _remember(stale: np.ndarray, odds: np.ndarray, tilt: np.ndarray, recent: np.ndarray) -> None:
-    """Add what is known of a batch's survival to the fading histogram of about the last 64 request-steps."""
+    """Add what is known of a batch's survival to a histogram that fades over 4 steps, or 64 request-steps."""
     known = np.empty(len(stale), np.bool_)
     for i in range(len(stale)):
         known[i] = stale[i].min() < 1.0  # else the request was too new to have confidences
     rows = stale[known]
-    recent *= np.exp(-len(rows) / 64.0)
+    recent *= np.exp(-len(rows) / min(64.0, 4.0 * len(stale)))
     _bin(rows, odds, tilt, np.empty(rows.shape), np.empty(rows.shape, np.int16), recent)
