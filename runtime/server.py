@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from dcut.errors import InputError, at_once, heeded, leave
 from dcut.policies import DCut, parse_policy
 from dcut.runtime.serve import Config
+from runtime.chooser import rehearse
 from runtime.drafter import open_drafter
 from runtime.engine import Engine
 from runtime.engine import Request as EngineRequest
@@ -446,6 +447,8 @@ def build(config: Config, directory: Path, codec: Codec) -> tuple[Engine, Record
     verifier, drafter = open_pair(
         directory, spec, config.max_batch_size, max_context, config.device, config.dtype
     )
+    policy = parse_policy(config.policy)
+    policy.check_drafts(drafter.draft_length)
     prompts = [prompt.tokens for prompt in read_prompts(weights.PROMPTS, codec)]
     context = min(PROFILED_CONTEXT, max_context // 2)
     measured = cached_profile(verifier, drafter, prompts, context, budget_s=config.profile_s, progress=True)
@@ -454,7 +457,8 @@ def build(config: Config, directory: Path, codec: Codec) -> tuple[Engine, Record
     engine.add(EngineRequest(0, prompts[0][:8], max_tokens=2))
     while engine.step():
         pass
-    engine.policy = parse_policy(config.policy)
+    rehearse(policy, engine.draft_length, engine.cost)
+    engine.policy = policy
     recorder = None
     if config.record:
         alone = open_drafter(spec, verifier.model, SLOTS + 1, max_context + drafter.draft_length)

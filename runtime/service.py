@@ -14,8 +14,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+from dcut.cost import CostTable
 from dcut.errors import InputError
 from dcut.policies import BudgetPolicy, parse_policy
+from runtime.chooser import rehearse
 from runtime.engine import Emission, LiveEngine, Request
 from runtime.metrics import Metrics
 from runtime.profiler import Drift
@@ -72,7 +74,8 @@ class Service:
         self.policy = policy
         self.error: BaseException | None = None
         self.state: State = "starting"
-        self.max_batch_size = self.max_context = 0  # the engine's, once it is ready
+        self.max_batch_size = self.max_context = self.draft_length = 0  # the engine's, once it is ready
+        self.cost: CostTable | None = None  # likewise
         self._build, self._max_waiting = build, max_waiting
         self._recorder: Recorder | None = None
         self._ids = itertools.count()
@@ -136,6 +139,7 @@ class Service:
         """
         self.check_ready()
         parsed = serveable(policy)
+        rehearse(parsed, self.draft_length, self.cost)
         self._inbox.put(lambda engine: setattr(engine, "policy", parsed))
         self.policy = policy
 
@@ -169,6 +173,7 @@ class Service:
         try:
             engine, self._recorder = self._build()
             self.max_batch_size, self.max_context = engine.max_batch_size, engine.max_context
+            self.draft_length, self.cost = engine.draft_length, engine.cost
             self._set_state("ready")
             self._serve(engine)
             self._save(partial=False)
