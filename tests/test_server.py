@@ -657,9 +657,17 @@ def test_what_is_served_is_logged_with_how_it_ended() -> None:
         for body in (GOOD, {**GOOD, "stop": "Fuß", "max_tokens": 300}):
             assert server.post("/v1/completions", body).status_code == 200
         long = {**GOOD, "max_tokens": 300, "stream": True}
+        engine, step = server.engine, server.engine.step
+
+        def one_step() -> Step | None:
+            done = step()
+            if done:
+                engine.free.clear()
+            return done
+
+        engine.step = one_step
         with server.client() as client, client.stream("POST", "/v1/completions", json=long) as reply:
             next(reply.iter_lines())
-            server.engine.free.clear()
         until(lambda: server.service.num_requests == 0 == notes.backlog)
         assert notes.num_passed == 3
     assert [text.finish_reason for text in notes.finished] == ["length", "stop", "cut"]
