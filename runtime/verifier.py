@@ -163,7 +163,8 @@ def open_target(directory: str | Path, device: str = "cpu", dtype: str = "float3
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     try:
-        usable = torch.device(device).type != "cuda" or torch.cuda.is_available()
+        kind = torch.device(device).type
+        usable = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
     except RuntimeError:
         usable = False
     if not usable:

@@ -350,6 +350,7 @@ def test_a_drafter_alone_is_one_for_the_built_in_target(
         ({"seed": -1}, "--seed -1 is negative"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not here"),
         ({"device": "abacus"}, "device 'abacus' is not here"),
+        ({"device": "meta"}, "device 'meta' is not here"),
         ({"dtype": "float8"}, "use one of float32"),
         ({"max_tokens": 3000}, "tokens more are 3006, the target takes 2048"),
         ({"drafter": "nowhere"}, "drafter nowhere"),

@@ -32,6 +32,7 @@ from runtime.recorder import (
     asked_for,
     carry_out,
     free_place,
+    remaining,
     run_closed,
     settings,
 )
@@ -176,11 +177,7 @@ def record(config: Config, progress: bool = False) -> Trace:
     dense = DensePass(session, progress)
     meta = describe(session, directory, spec.name) | settings(config)
     recorder = Recorder(out, dense, meta, measured.cost, every=None)
-    asked = [
-        (Request(i, prompt.tokens, config.max_tokens), prompt.domain)
-        for i, prompt in enumerate(prompts)
-        if i not in recorder.done
-    ]
+    asked = remaining(config, prompts, recorder)
 
     def serve() -> None:
         session.policy = Full()
