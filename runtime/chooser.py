@@ -50,10 +50,12 @@ class Chooser:
 
 
 def rehearse(policy: BudgetPolicy, draft_length: int, cost: CostTable | None) -> None:
-    """Take a policy through one step, which compiles its code. Raises InputError where it could not run."""
+    """Take a policy through some steps, which compiles its code. Raises InputError where it could not run."""
     policy.check_drafts(draft_length)
     chooser = Chooser(policy)
-    chooser.policy.draft_length(2, draft_length, cost)
-    depth = chooser.select(np.full((2, draft_length), 0.5, np.float32), range(2), cost).keep_depth
-    if policy.learns:
-        chooser.policy.observe(depth, np.minimum(depth, 1), 0.01)
+    confidences = np.full((2, draft_length), 0.9, np.float32)
+    for _ in range(32 if policy.learns else 1):  # enough to have learnt something
+        chooser.policy.draft_length(2, draft_length, cost)
+        depth = chooser.select(confidences, range(2), cost).keep_depth
+        if policy.learns:
+            chooser.policy.observe(depth, depth, 0.01)

@@ -167,7 +167,7 @@ def test_a_policy_that_learns_hears_of_drafts_that_became_output() -> None:
     of = Pruner(policy, 3, clock=Clock())
     proposed(of)
     verify(of, [Decoded("7", 4, 30, 3, [8, 2, 9], 2, "stop"), Decoded("9-a1b2", 0, 12, 2, [5], 1)])
-    assert policy.heard[1:] == [([3, 2], [1, 0], 5.0)], "the first time was the rehearsal"
+    assert policy.heard[-1] == ([3, 2], [1, 0], 5.0), "before it was the rehearsal"
 
 
 def test_a_lagging_policy_is_shown_the_step_before_and_forgets_who_ended() -> None:
