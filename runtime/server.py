@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from dcut.errors import InputError, at_once, heeded, leave
 from dcut.policies import DCut, parse_policy
-from dcut.runtime.serve import Config
+from dcut.runtime.serve import GRACE_S, Config
 from runtime.chooser import rehearse
 from runtime.drafter import open_drafter
 from runtime.engine import Engine
@@ -39,7 +39,6 @@ RETRY_AFTER_S = 1
 CONTEXT = 2048  # tokens of a prompt and its output at most, unless asked for more
 PROFILED_CONTEXT = 256  # tokens of the contexts that steps are measured with
 KEEP_ALIVE_S = 75  # of an idle connection; clients drop theirs sooner, and so never meet one that is closing
-GRACE_S = 300  # for running requests to end after SIGTERM
 
 
 # ---- requests -------------------------------------------------------------------------------------------

@@ -55,7 +55,10 @@ def launch(place: Path, *options: str, **variables: str) -> tuple[subprocess.Pop
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of the built-in pair under dcut, ready; ended by SIGTERM, without leftovers."""
+    """The address of a server of the built-in pair under dcut, ready.
+
+    In the end SIGTERM comes amid a stream, which is finished; nothing is left behind.
+    """
     port, place = free_port(), tmp_path_factory.mktemp("serve")
     options = "--port", str(port), "--profile-s", "1", "--max-num-seqs", str(NUM_SEQS)
     process, log = launch(place, *options)
@@ -71,8 +74,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                     pass
                 time.sleep(1)
         yield address
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        long = {"model": MODEL, "prompt": "def ", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with (
+            httpx.Client(trust_env=False, timeout=60) as client,
+            client.stream("POST", f"{address}/v1/completions", json=long) as reply,
+        ):
+            process.send_signal(signal.SIGTERM)
+            assert reply.read().endswith(b"data: [DONE]\n\n")
+        assert process.wait(60) == 0
         assert not list(place.glob("dcut-metrics-*"))
     finally:
         process.kill()
@@ -281,6 +290,8 @@ def processes_of(group: int) -> list[str]:
         (["--policy", "fixed:16"], "error: fixed:16 is more than the 15 drafts"),
         ([str(weights.path("target")), "--speculative-config", "{}"], "vLLM refuses this configuration"),
         (["no/such/model"], "no/such/model"),
+        (["/no/such/model"], "there is no directory /no/such/model"),
+        (["--speculative-config", "{"], "Value { cannot be converted to JSON"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

@@ -8,6 +8,8 @@ from math import inf
 
 from dcut.errors import InputError, Parser, at_once, guard
 
+GRACE_S = 300  # for running requests to end after SIGTERM
+
 
 @dataclass(frozen=True, slots=True)
 class Config:

@@ -104,7 +104,7 @@ def check(options: Options, vllm_config: Any) -> None:
     if options.profile_s and method not in UNSURE and vllm_config.model_config.max_model_len < needed:
         raise InputError(
             f"max_model_len {vllm_config.model_config.max_model_len} leaves no room to measure steps: "
-            f"give {needed} or more, or set DCUT_PROFILE_S=0"
+            f"give {needed} or more, or measure nothing (--profile-s 0, or DCUT_PROFILE_S=0)"
         )
     if speculative.num_speculative_tokens_per_batch_size is not None:
         raise InputError(

@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.version import __version__
 
 from dcut.cost import CostTable, Sample
+from dcut.policies import DCut
 from runtime.engine import Step
 from runtime.graphs import knots, powers_of_two
 from runtime.profiler import Profile, Times, cached, device_name, slopes, tamed
@@ -50,6 +51,8 @@ def start(core: Any) -> None:
         assert sizes is not None, "a profile counts requests"
         logger.info("dcut: %s, of 1 to %d requests", found, sizes[-1])
         tell("dcut_cost", args=(found.cost.to_dict(),))
+    elif isinstance(options.parsed, DCut):
+        logger.warning("dcut: no step is measured, so dcut keeps 0.75 of all positions in every step")
     tell("dcut_policy", args=(options.policy,))
     tell("dcut_metrics")
 

@@ -5,19 +5,21 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
 from dcut.errors import InputError, heeded, leave
-from dcut.runtime.serve import Config
+from dcut.runtime.serve import GRACE_S, Config
 from runtime.pair import weights
 from runtime.vllm.options import KV_CACHE_BYTES, Options
 from runtime.vllm.speculation import speculation
@@ -50,6 +52,8 @@ def _serve(flags: list[str], directory: str) -> None:
     command = ServeSubcommand()
     parser = command.subparser_init(FlexibleArgumentParser().add_subparsers())
     parser.error = _refuse
+    # By itself vLLM gives running requests no time, and then waits for their connections for ever.
+    flags = ["--shutdown-timeout", str(GRACE_S), *flags]
     args = parser.parse_args(flags)
     if args.model_tag is None and args.model == parser.get_default("model"):
         pair = [str(weights.path("target")), "--served-model-name", "tiny-pair"]
@@ -58,10 +62,13 @@ def _serve(flags: list[str], directory: str) -> None:
         if current_platform.is_cpu():
             pair += ["--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
         args = parser.parse_args([*pair, *flags])
+    model = args.model_tag or args.model
+    if model.startswith(("/", ".")) and not Path(model).is_dir():
+        raise InputError(f"there is no directory {model}: give a model's directory or its name")
     try:
         with _unheard():
             command.validate(args)
-            args.model = args.model_tag or args.model
+            args.model = model
             AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except InputError:
         raise
@@ -124,6 +131,7 @@ def _end_at_once(directory: str) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
+    message = re.sub(r"<function loads at \w+>\.?", "JSON", message)
     raise InputError(
         f"{message}; python -m dcut.runtime.serve --engine vllm --help tells ours, vLLM has its own"
     )
