@@ -65,6 +65,8 @@ def replay_load(load: Load, progress: bool = False) -> list[dict[str, Any]]:
     )
     if traffic.workload is not None and limits.kv_blocks is not None:
         check_memory(traffic.workload, limits.usable_blocks * limits.block_size)
+    if load.replicas > len(traffic):
+        raise InputError(f"--replicas {load.replicas}: {len(traffic)} requests keep no more servers busy")
     rows = []
     runs = [(policy, limits.max_num_seqs) for policy in policies]
     with ExitStack() as stack:

@@ -173,6 +173,7 @@ def test_prompts_computed_elsewhere_cost_nothing(console: Console) -> None:
         (("--rate", 3), "--rate-scale"),
         (("--out", "/dev/null/results"), "Not a directory"),
         (("--replicas", 0), "--replicas '0' is not a whole number of at least 1"),
+        (("--replicas", 10**8), "requests keep no more servers busy"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

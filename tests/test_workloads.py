@@ -168,6 +168,7 @@ def test_rows_may_name_their_domain(file: File) -> None:
         (plain((0, -1, 2)), "line 2: prompt_tokens is '-1', not a whole number of tokens, 1 or more"),
         (plain((0, 1, 2), (1, 1, 0)), "line 3: output_tokens is '0'"),
         (plain((0, 1.5, 2)), "line 2: prompt_tokens is '1.5'"),
+        (plain((0, 10**20, 2)), "line 2: prompt_tokens is '100000000000000000000'"),
         (plain((0, "nan", 2)), "line 2: prompt_tokens is 'nan'"),
         (plain((0, "1k", 2)), "line 2: prompt_tokens is '1k'"),
         (arrivals(0, "nan"), "line 3: arrival_s is 'nan', not a number of seconds"),

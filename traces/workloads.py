@@ -243,7 +243,7 @@ class _Rows(NamedTuple):
         """A column as whole numbers of at least 1, int64 [rows]."""
         what = "a whole number of tokens, 1 or more"
         values = self.numbers(name, what)
-        self.refuse(name, (values < 1) | (values % 1 > 0), what)
+        self.refuse(name, (values < 1) | (values % 1 > 0) | (values >= 2**53), what)
         return values.astype(np.int64)
 
     def dates(self, name: str) -> np.ndarray:
