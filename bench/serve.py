@@ -23,10 +23,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import httpx
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+try:
+    import httpx
+except ModuleNotFoundError:
+    print("error: the load comes by httpx: pip install httpx", file=sys.stderr)
+    sys.exit(2)
 
 from dcut.errors import InputError, Parser, guard
 from runtime.pair import weights
