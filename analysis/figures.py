@@ -1,5 +1,6 @@
 """The figures of a report and the sentences above them: every number in a title comes from the data."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -63,6 +64,12 @@ def several(items: Sequence[Any]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def pair(meta: Mapping[str, Any]) -> str:
+    """Target and drafter, as far as a run names them; that a folder is called "target" is left out."""
+    named = [str(meta[key]) for key in ("target", "drafter") if meta.get(key)]
+    return " with ".join(named).removeprefix("target: ") or "an unnamed pair"
+
+
 _NO_RUNS = pl.DataFrame(
     schema=dict.fromkeys(("source", "policy", "trace", "cost"), pl.String) | {"batch_size": pl.Int64}
 )
@@ -81,12 +88,15 @@ class Story:
     """
 
     def __init__(
-        self, results: Sequence[Results], live: Sequence[Comparison] = (), recording: str = ""
+        self,
+        results: Sequence[Results],
+        live: Sequence[Comparison] = (),
+        about: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """live: runs beside their replays; recording: what the replays start from, in words."""
+        """live: runs beside their replays; about: what their meta.json say."""
         self.results = [result for result in results if not result.under_traffic]
         self.traffic = [result for result in results if result.under_traffic]
-        self.recording = recording
+        self.about = about
         self.live = sorted(live, key=lambda c: (charts.policy_order(c.policy), c.batch_size))
         steady = [result.runs for result in self.results]
         self.runs = pl.concat(steady or [_NO_RUNS], how="diagonal_relaxed")
@@ -118,6 +128,23 @@ class Story:
             except InputError as error:
                 self._traces[name] = str(error)
         return self._traces[name]
+
+    @property
+    def live_pair(self) -> str:
+        """What the live runs served."""
+        return several([*dict.fromkeys(pair(meta) for meta in self.about)])
+
+    @property
+    def live_place(self) -> str:
+        """What the live runs served, and on which machine."""
+        machines = dict.fromkeys(meta.get("device", "an unnamed machine") for meta in self.about)
+        return f"{self.live_pair} on {several([*machines])}"
+
+    @property
+    def live_second(self) -> str:
+        """What the live runs, and so the costs of their replays, were timed in."""
+        seconds = ("CPU second" if meta.get("clock") == "cpu" else "second" for meta in self.about)
+        return " or ".join(dict.fromkeys(seconds))
 
     @property
     def traces(self) -> list[str]:
@@ -327,8 +354,9 @@ def fidelity(story: Story) -> str | None:
     errors = [abs(c.error) for c in story.live]
     worst = max(story.live, key=lambda c: abs(c.error))
     text = f"Predicted throughput is {share(float(np.median(errors)), 1)} off the measured on the median"
+    served = re.sub(r" \d+ layers,", "", story.live_pair)  # its size says more
     return (
-        f"{text} of {counted(len(errors), 'live run')}, {share(max(errors), 1)} at worst "
+        f"{text} of {counted(len(errors), 'live run')} ({served}), {share(max(errors), 1)} at worst "
         f"({worst.policy} at batch {worst.batch_size})"
     )
 
@@ -385,10 +413,11 @@ def predicted(story: Story) -> Figure:
     points = pl.DataFrame([{"name": c.policy, "x": c.batch_size, "value": c.replay_tps} for c in story.live])
     measured = points.with_columns(value=pl.Series([c.live_tps for c in story.live]))
     palette = {name: color for name, color in story.palette.items() if name in points["name"]}
-    chart = charts.lines(points, palette, BATCH, THROUGHPUT, measured)
+    axis = Axis(f"throughput (tokens per {story.live_second})")
+    chart = charts.lines(points, palette, BATCH, axis, measured)
     note = (
         "Lines: a replay of the recording with the costs measured at start-up. Hollow diamonds: the same "
-        f"requests served live ({story.recording})."
+        f"requests served live ({story.live_place})."
     )
     return Figure("predicted", MEASURED, str(fidelity(story)), note, chart)
 
@@ -406,7 +435,7 @@ def differences(story: Story) -> Figure:
     ]
     cells = _cells(pl.DataFrame(rows), "{:+z.1%}", "{:,.0f}")
     chart = charts.errors(cells, "throughput, difference", ",.0f", "measured")
-    note = f"{_DIFFERENCE} predicted / measured tokens a second. {_TOO}"
+    note = f"{_DIFFERENCE} predicted / measured tokens per {story.live_second}. {_TOO}"
     return Figure("differences", MEASURED, same_choices(story), note, chart)
 
 

@@ -1,9 +1,10 @@
 """The command that turns results directories into one page of pictures."""
 
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 from tqdm import tqdm
 
 from analysis import page
-from analysis.figures import FIGURES, LIVE, UNDER_TRAFFIC, Story, counted, headlines, several, share
-from analysis.results import load
+from analysis.figures import FIGURES, LIVE, UNDER_TRAFFIC, Story, counted, headlines, pair, several, share
+from analysis.results import Results, load
 from dcut.errors import InputError, Parser, guard
 from sim.validate import Comparison, compare, read_live
+from traces.schema import Trace
 from traces.store import open_trace
 
 
@@ -61,30 +63,27 @@ def report(
     _write(files)
 
 
-def _beside_replays(live: str | None, trace: str | None, progress: bool) -> tuple[list[Comparison], str]:
-    """Every live run compared with a replay of it from the recording of its requests, and what that is of."""
+def _beside_replays(
+    live: str | None, trace: str | None, progress: bool
+) -> tuple[list[Comparison], list[dict[str, Any]]]:
+    """Every live run compared with a replay of it from the recording of its requests, and what each says."""
     if live is None and trace is None:
-        return [], ""
+        return [], []
     if live is None or trace is None:
         raise InputError("live runs and the recording of their requests go together: give --live and --trace")
     runs, recording = read_live(live), open_trace(trace)
     hidden = None if progress else True
     bar = tqdm(runs, desc="replaying live runs", unit=" runs", leave=False, disable=hidden)
-    return [
-        compare(recording, run) for run in bar
-    ], f"{_pair(recording.meta)}, {recording.meta.get('device')}"
-
-
-def _pair(meta: Mapping[str, Any]) -> str:
-    """Target and drafter, as far as a recording names them."""
-    return " with ".join(str(meta[key]) for key in ("target", "drafter") if meta.get(key))
+    said = [*Path(live).glob("meta.json")] or sorted(Path(live).glob("*/meta.json"))
+    return [compare(recording, run) for run in bar], [json.loads(file.read_bytes()) for file in said]
 
 
 def _subtitle(story: Story) -> str:
-    """What was run, in one line."""
-    facts = [counted(len(story.live), "live run")] if story.live else []
-    for result in (story.results or story.traffic)[:1]:
-        facts += [_pair(result.meta), f"D = {result.meta['draft_length'] + 1}"]
+    """What was run, of which pair and where, in one line."""
+    facts = [f"{counted(len(story.live), 'live run')} of {story.live_place}"] if story.live else []
+    if replayed := [*story.results, *story.traffic]:
+        facts.append(f"replay: {several([*dict.fromkeys(_origin(story, r) for r in replayed)])}")
+        facts.append(f"D = {several([*dict.fromkeys(r.meta['draft_length'] + 1 for r in replayed)])}")
     if story.results:
         facts += [
             f"batch {', '.join(map(str, story.batch_sizes))}",
@@ -93,7 +92,17 @@ def _subtitle(story: Story) -> str:
     if story.traffic:
         runs = sum(len(result.runs) for result in story.traffic)
         facts.append(f"{counted(runs, 'run')} under traffic")
-    return " · ".join(filter(None, facts))
+    return " · ".join(facts)
+
+
+def _origin(story: Story, result: Results) -> str:
+    """The pair that was replayed; whether its trace is generated, and its times are those of a CPU."""
+    trace, notes = story.trace(result.meta["trace"]), []
+    if isinstance(trace, Trace) and (engine := str(trace.meta.get("engine"))).startswith("generated"):
+        notes.append(engine)
+    if result.meta.get("clock") == "cpu" and result.meta["cost"] is None:
+        notes.append("times are CPU seconds of one thread")
+    return pair(result.meta) + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _rows(story: Story) -> list[dict[str, Any]]:
