@@ -94,6 +94,8 @@ def main() -> None:
     verifier, drafter = open_pair(args.target, args.drafter, len(policies) * max(sizes), longest)
     about = describe(verifier, drafter, Path(args.target), Path(args.drafter).name)
     about |= {"max_tokens": max_tokens, "clock": "wall" if args.wall else "cpu"}
+    if not args.wall:
+        print("times are CPU seconds of one thread")
     print("batch  policy       tok/s  tokens/step  step ms  engine's own  drift")
     for size in sizes:
         options: dict[str, Any] = {"budget_s": args.profile_s, "clock": clock, "progress": True}

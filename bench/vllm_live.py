@@ -162,7 +162,8 @@ def main() -> None:
                     session.pruner.chooser = choosers[name]
                 run_closed(engines[name], asked[number::rounds], logs[name])
                 bar.update()
-    print(f"batch {size}, {len(asked)} requests, {session.draft_length} drafts")
+    timed = "" if args.wall else "; times are CPU seconds of one thread"
+    print(f"batch {size}, {len(asked)} requests, {session.draft_length} drafts{timed}")
     print("policy        tok/s  tokens/step  step ms  verified  accepted  selection  outputs as the first")
     found = {name: figures(log, size) for name, log in logs.items()}
     said = {name: {r.request.request_id: r.output for r in log.finished} for name, log in logs.items()}
