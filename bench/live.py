@@ -136,7 +136,7 @@ def main() -> None:
         if {"full", "ratio:0.5", "dcut"} <= found.keys():
             full, ratio, dcut = (found[name]["tps"] for name in ("full", "ratio:0.5", "dcut"))
             best = dcut / max(full, ratio)
-            print(f"{size:>5}  dcut / full = {dcut / full:.2f}, dcut / the better fixed one = {best:.2f}")
+            print(f"{size:>5}  dcut / full = {dcut / full:.2f}, / the better of full and ratio:0.5 = {best:.2f}")
 
 
 if __name__ == "__main__":
