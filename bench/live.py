@@ -135,8 +135,8 @@ def main() -> None:
             write_live(Path(args.out) / run_name(name, size), log, meta, cost)
         if {"full", "ratio:0.5", "dcut"} <= found.keys():
             full, ratio, dcut = (found[name]["tps"] for name in ("full", "ratio:0.5", "dcut"))
-            best = dcut / max(full, ratio)
-            print(f"{size:>5}  dcut / full = {dcut / full:.2f}, / the better of full and ratio:0.5 = {best:.2f}")
+            over, best = dcut / full, dcut / max(full, ratio)
+            print(f"{size:>5}  dcut / full = {over:.2f}, / the better of full and ratio:0.5 = {best:.2f}")
 
 
 if __name__ == "__main__":
