@@ -1,6 +1,5 @@
 """The command that turns results directories into one page of pictures."""
 
-import json
 import os
 import sys
 import tempfile
@@ -74,8 +73,7 @@ def _beside_replays(
     runs, recording = read_live(live), open_trace(trace)
     hidden = None if progress else True
     bar = tqdm(runs, desc="replaying live runs", unit=" runs", leave=False, disable=hidden)
-    said = [*Path(live).glob("meta.json")] or sorted(Path(live).glob("*/meta.json"))
-    return [compare(recording, run) for run in bar], [json.loads(file.read_bytes()) for file in said]
+    return [compare(recording, run) for run in bar], [run.meta for run in runs]
 
 
 def _subtitle(story: Story) -> str:

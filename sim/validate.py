@@ -23,20 +23,28 @@ from traces.store import open_trace, read_directory
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What a live engine wrote down: its steps, decisions and tokens.
+    """What a live engine wrote down: its steps, decisions and tokens."""
 
-    own_batches: the engine made up its batches by rules of its own (vLLM), not by those of the replayed
-    engine, and prompts share its steps.
-    """
-
-    policy: str
-    batch_size: int
-    own_batches: bool
+    meta: dict[str, Any]  # its meta.json
     requests: pl.DataFrame
     steps: pl.DataFrame
     decisions: pl.DataFrame
     tokens: pl.DataFrame  # request_id, position, token_id
     cost: CostTable  # that the policy decided by
+
+    @property
+    def policy(self) -> str:
+        return self.meta["policy"]
+
+    @property
+    def batch_size(self) -> int:
+        return self.meta["batch_size"]
+
+    @property
+    def own_batches(self) -> bool:
+        """Whether the engine made up its batches by rules of its own (vLLM), not by those of the replayed
+        engine, so that prompts share its steps."""
+        return bool(self.meta.get("own_batches"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +97,7 @@ def _read_run(path: Path) -> LiveRun:
     if meta.get("resumed"):
         raise InputError(f"{path} was recorded in pieces: its steps are not one run that can be replayed")
     columns = {name: tables[name] for name in ("requests", "steps", "decisions", "tokens")}
-    cost = CostTable.from_dict(documents["cost"])
-    own_batches = bool(meta.get("own_batches"))
-    return LiveRun(meta["policy"], meta["batch_size"], own_batches, **columns, cost=cost)
+    return LiveRun(meta, **columns, cost=CostTable.from_dict(documents["cost"]))
 
 
 class Follower(Engine):

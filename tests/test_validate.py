@@ -219,7 +219,8 @@ def another_engine(trace: Trace, policy: str, batch_size: int, slowness: float =
         running |= {i: 0 for i in new if requests[i]["output_tokens"] > 1}
     tables = pl.DataFrame(steps, schema=STEPS), pl.DataFrame(decisions, schema=DECISIONS)
     tokens = trace.anchors.select("request_id", "position", "token_id")
-    return LiveRun(policy, batch_size, True, trace.requests, *tables, tokens, SHARED)
+    meta = {"policy": policy, "batch_size": batch_size, "own_batches": True}
+    return LiveRun(meta, trace.requests, *tables, tokens, SHARED)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_an_engine_with_its_own_batches_is_followed_in_every_step(trace: Trace, 
 
 def test_without_following_another_engine_decides_otherwise(trace: Trace) -> None:
     run = another_engine(trace, "ratio:0.5", 4)
-    found = compare(trace, replace(run, own_batches=False))
+    found = compare(trace, replace(run, meta=run.meta | {"own_batches": False}))
     assert found.num_equal_decisions < 0.5 * found.num_decisions
 
 

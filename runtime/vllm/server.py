@@ -112,10 +112,9 @@ def _end_at_once(directory: str) -> None:
     from vllm.entrypoints.launchers.api_server import entry
 
     def end(number: int, _frame: FrameType | None) -> None:
+        tracker = getattr(resource_tracker._resource_tracker, "_pid", None)  # frees what they shared
         for child in psutil.Process().children(recursive=True):
-            if child.pid != getattr(
-                resource_tracker._resource_tracker, "_pid", None
-            ):  # frees what they shared
+            if child.pid != tracker:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
         shutil.rmtree(directory, ignore_errors=True)
